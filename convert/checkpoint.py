@@ -1,0 +1,181 @@
+"""Writing a sharded checkpoint in place, tensor by tensor, resumably.
+
+All names, shapes and dtypes are known beforehand, so each shard's header is written first and every tensor goes
+straight to its offset: no more than one layer is held in memory, and an interrupted run keeps what it has. Until
+the end everything lies in a subfolder that no loader looks into; `config.json`, without which nothing loads, is moved
+last.
+
+Safetensors format: 8 bytes little-endian header length, JSON header, tensor bytes
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from latentfold.convert.errors import InputError
+from safetensors import safe_open
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
+    from latentfold.convert.plan import TensorPlan
+
+PARTIAL = ".latentfold-partial"
+JOURNAL = "journal.json"
+DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+
+
+class CheckpointWriter:
+    """Writes a planned set of tensors to `out`, or continues an interrupted run with the same `recipe`.
+
+    Args:
+        out: the output folder.
+        tensors: every tensor's plan.
+        shards: which file holds which tensor.
+        recipe: everything the tensors depend on; an interrupted run is continued only if it is equal.
+        overwrite: replace what `out` holds when finishing, and discard an interrupted run with another recipe.
+
+    Raises:
+        InputError: `out` holds an interrupted run with another recipe.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        tensors: Mapping[str, TensorPlan],
+        shards: StateDictSplit,
+        recipe: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        self.out, self.tensors, self.shards = out, tensors, shards
+        self.folder = out / PARTIAL
+        self.recipe = json.loads(json.dumps(recipe))
+        self.overwrite = overwrite
+        self.records: dict[str, Any] = {}
+        self._offsets: dict[str, tuple[Path, int]] = {}
+        previous = self._read_journal()
+        if previous is not None and previous.get("recipe") == self.recipe:
+            self.records = previous["records"]
+        elif self.folder.exists():
+            if previous is not None and not overwrite:
+                raise InputError(
+                    f"{out}: holds an interrupted conversion with other options; "
+                    "repeat those, choose another folder or pass --overwrite"
+                )
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for file, names in shards.filename_to_tensors.items():
+            self._lay_out(self.folder / file, names)
+        self._write_journal()
+
+    def _read_journal(self) -> dict[str, Any] | None:
+        try:
+            data = json.loads((self.folder / JOURNAL).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return data if isinstance(data, dict) else None
+
+    def _write_journal(self) -> None:
+        replace_text(self.folder / JOURNAL, json.dumps({"recipe": self.recipe, "records": self.records}))
+
+    def _lay_out(self, path: Path, names: Iterable[str]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            plan = self.tensors[name]
+            header[name] = {
+                "dtype": DTYPE_NAMES[plan.dtype],
+                "shape": list(plan.shape),
+                "data_offsets": [end, end + plan.nbytes],
+            }
+            end += plan.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        start = 8 + len(text)
+        for name in names:
+            self._offsets[name] = (path, start + header[name]["data_offsets"][0])
+        if path.exists() and path.stat().st_size == start + end:
+            return
+        with open(path, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(start + end)
+
+    def done(self, step: str) -> bool:
+        """Whether `step` was completed, now or in an interrupted run."""
+        return step in self.records
+
+    def write(self, step: str, tensors: Mapping[str, Tensor], record: Any = None) -> None:
+        """Write the tensors of one step, then note it as done together with a JSON-able `record`."""
+        touched: set[Path] = set()
+        for name, tensor in tensors.items():
+            plan = self.tensors[name]
+            if tuple(tensor.shape) != plan.shape:
+                raise RuntimeError(f"{name}: planned {plan.shape}, got {tuple(tensor.shape)}")
+            stored = tensor.detach().to("cpu", plan.dtype).contiguous()
+            if not torch.isfinite(stored).all():
+                raise RuntimeError(f"{name}: holds infinite or undefined values; nothing was finished")
+            path, offset = self._offsets[name]
+            with open(path, "r+b") as file:
+                file.seek(offset)
+                file.write(stored.view(torch.uint8).numpy().data)
+            touched.add(path)
+        for path in touched:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        self.records[step] = record
+        self._write_journal()
+
+    def read(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors already written whose names start with `prefix`."""
+        found: dict[str, Tensor] = {}
+        for name, (path, _) in self._offsets.items():
+            if name.startswith(prefix):
+                with safe_open(path, framework="pt") as shard:
+                    found[name] = shard.get_tensor(name)
+        return found
+
+    def write_index(self) -> None:
+        """Write the index of a checkpoint of several shards."""
+        if len(self.shards.filename_to_tensors) > 1:
+            index = {"metadata": self.shards.metadata, "weight_map": self.shards.tensor_to_filename}
+            replace_text(self.folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of every file that will be in the output, but for the one that holds the hashes."""
+        return {path.name: sha256(path) for path in sorted(self.folder.iterdir()) if path.name != JOURNAL}
+
+    def finish(self) -> None:
+        """Move everything to its final place, config.json last."""
+        if self.overwrite:
+            for path in self.out.iterdir():
+                if path.name != PARTIAL:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for path in sorted(self.folder.iterdir(), key=lambda p: p.name == "config.json"):
+            if path.name != JOURNAL:
+                os.replace(path, self.out / path.name)
+        shutil.rmtree(self.folder)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file so that readers see the old content or the new, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def sha256(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,100 @@
+"""What a conversion is asked to do, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from latentfold.convert.errors import InputError
+
+OUTPUT_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ConversionConfig:
+    """Options of `convert_checkpoint`; every default is what the command line uses.
+
+    Attributes:
+        source: folder or Hub id.
+        output: folder to write; must not exist, be empty, or `overwrite` be set.
+        revision: branch, tag or commit of a Hub id.
+        token: Hub token; None means the stored one.
+        kv_rank: kv_lora_rank of the result; None: as `inspect` proposes.
+        rope_dim: qk_rope_head_dim of the result; None: as `inspect` proposes.
+        calibration: text or jsonl files; empty: the bundled text.
+        calibration_tokens: tokens to calibrate on, at most.
+        seq_len: tokens of a calibration window.
+        queries: query positions looked at in each window.
+        seed: of the sampled positions.
+        device: torch device, or "auto".
+        dtype: "bfloat16", "float32", or "auto" (the source's; float16 becomes bfloat16).
+        max_shard_size: as in transformers, "5GB".
+        overwrite: replace what `output` holds, once the new checkpoint is complete.
+        progress: show progress on stderr.
+    """
+
+    source: str
+    output: str
+    revision: str | None = None
+    token: str | None = None
+    kv_rank: int | None = None
+    rope_dim: int | None = None
+    calibration: tuple[str, ...] = ()
+    calibration_tokens: int = 28672
+    seq_len: int = 2048
+    queries: int = 128
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    max_shard_size: str = "5GB"
+    overwrite: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dtype == "float16":
+            raise InputError(
+                "--dtype float16: the latent norm is made neutral with values float16 cannot hold; "
+                "use bfloat16 or float32"
+            )
+        if self.dtype not in {"auto", *OUTPUT_DTYPES}:
+            raise InputError(f"--dtype {self.dtype}: expected auto, bfloat16 or float32")
+        if self.kv_rank is not None and self.kv_rank < 1:
+            raise InputError(f"--kv-rank {self.kv_rank}: expected a positive number")
+        if self.rope_dim is not None and (self.rope_dim < 2 or self.rope_dim % 2):
+            raise InputError(f"--rope-dim {self.rope_dim}: expected a positive even number (two values a frequency)")
+        if self.seq_len < 16:
+            raise InputError(f"--seq-len {self.seq_len}: expected at least 16")
+        if self.calibration_tokens < self.seq_len:
+            raise InputError(
+                f"--calibration-tokens {self.calibration_tokens}: expected at least one window of --seq-len {self.seq_len}"
+            )
+        if self.queries < 1:
+            raise InputError(f"queries {self.queries}: expected at least 1")
+        resolve_device(self.device)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device to compute on."""
+        return resolve_device(self.device)
+
+    @property
+    def output_path(self) -> Path:
+        """Where the checkpoint goes."""
+        return Path(self.output)
+
+
+def resolve_device(name: str) -> torch.device:
+    """A torch device by name; "auto" is the first GPU, or the CPU.
+
+    Raises:
+        InputError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {name}: not available here ({str(error).splitlines()[0]})") from error
+    return device

@@ -1,0 +1,132 @@
+"""Text to token windows, for calibration and for evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from latentfold.convert.errors import InputError
+from torch import Tensor
+
+DEFAULT_CALIBRATION = "latentfold default"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A named text."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Equally long token windows and where they come from.
+
+    Attributes:
+        tokens: (N, T) int64.
+        sources: names of the texts used.
+        sha256: of all tokens used, so that a run can be told from another.
+    """
+
+    tokens: Tensor
+    sources: tuple[str, ...]
+    sha256: str
+
+
+def default_calibration() -> list[Document]:
+    """The text bundled with the package (convert/data/README.md says what it is and under which licence)."""
+    folder = resources.files(__package__) / "data"
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".txt")), key=lambda f: f.name)
+    return [Document(f"{DEFAULT_CALIBRATION}: {f.name}", f.read_text(encoding="utf-8")) for f in files]
+
+
+def read_documents(paths: Sequence[str | Path]) -> list[Document]:
+    """Read .txt or .jsonl files (keys `text`, `content` or `messages`).
+
+    Raises:
+        InputError: a file is missing, undecodable, malformed or holds no text.
+    """
+    return [_read_document(Path(p)) for p in paths]
+
+
+def _read_document(path: Path) -> Document:
+    try:
+        raw = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    if path.suffix in {".jsonl", ".ndjson"}:
+        lines = [(i, line) for i, line in enumerate(raw.splitlines(), 1) if line.strip()]
+        raw = "\n\n".join(_jsonl_text(path, i, line) for i, line in lines)
+    if not raw.strip():
+        raise InputError(f"{path}: holds no text")
+    return Document(str(path), raw)
+
+
+def _jsonl_text(path: Path, number: int, line: str) -> str:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{path}, line {number}: not JSON ({error})") from error
+    if isinstance(row, dict):
+        for key in ("text", "content"):
+            if isinstance(row.get(key), str):
+                return str(row[key])
+        if isinstance(row.get("messages"), list):
+            return "\n\n".join(str(m.get("content", "")) for m in row["messages"] if isinstance(m, dict))
+    raise InputError(f"{path}, line {number}: expected an object with `text`, `content` or `messages`")
+
+
+def leading_tokens(tokenizer: Any) -> list[int]:
+    """Tokens the tokenizer puts before every text (BOS, for most Llama tokenizers)."""
+    ids = tokenizer("x", add_special_tokens=True)["input_ids"]
+    plain = tokenizer("x", add_special_tokens=False)["input_ids"]
+    for start in range(len(ids) - len(plain) + 1):
+        if ids[start : start + len(plain)] == plain:
+            return list(ids[:start])
+    return []
+
+
+def tokenize(tokenizer: Any, text: str) -> Tensor:
+    """Token ids of a text without special tokens, (N,)."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long)
+
+
+def make_windows(documents: Sequence[Document], tokenizer: Any, *, length: int, count: int, purpose: str) -> Windows:
+    """Up to `count` windows of `length` tokens, taken from the documents in turn so that each is represented.
+
+    Each window starts with the tokenizer's own leading tokens, as text does in use.
+
+    Raises:
+        InputError: the documents together do not fill one window.
+    """
+    lead = leading_tokens(tokenizer)
+    body = length - len(lead)
+    streams = [tokenize(tokenizer, d.text) for d in documents]
+    available = [len(s) // body for s in streams]
+    if sum(available) == 0:
+        found = max((len(s) for s in streams), default=0)
+        raise InputError(
+            f"{purpose} text is too short: expected at least {body} tokens in one file, found {found}; "
+            "give more text or a smaller --seq-len"
+        )
+    rows: list[Tensor] = []
+    position = 0
+    while len(rows) < min(count, sum(available)):
+        for stream, whole in zip(streams, available, strict=True):
+            if position < whole and len(rows) < count:
+                chunk = stream[position * body : (position + 1) * body]
+                rows.append(torch.cat([torch.tensor(lead, dtype=torch.long), chunk]))
+        position += 1
+    tokens = torch.stack(rows)
+    used = tuple(d.name for d, n in zip(documents, available, strict=True) if n)
+    return Windows(tokens, used, hashlib.sha256(tokens.numpy().tobytes()).hexdigest())

@@ -1,0 +1,183 @@
+"""The joint latent: one small vector per token from which every head reads its still keys and its values.
+
+Shape legend
+    D  hidden size    H  query heads    G  KV heads    d  head size    S  rope slots    r  kv_lora_rank
+    E  the space in which moments are kept: either y = [k_1..k_G; v_1..v_G] (E = 2Gd) or x itself (E = D)
+    P  pools: heads that share one set of moments (P = H, G or 1, whatever memory allows)
+
+Keys and values are linear maps of the E-space, k_g = K_g s and v_g = V_g s. The latent is c = A s; each query head h
+reads B^K_h c and B^V_h c. Both errors are measured in what they do to the attention output, so K and V need no
+balance between them:
+
+    sum_h scale^2 tr(Q_h D_h N_h D_h^T)  +  sum_h tr(W_O,h^T W_O,h E_h[(v - B^V_h c)(v - B^V_h c)^T])
+
+with D_h = C_h - B^K_h A the error of the map to kappa_h, the key that does not rotate (`rope.constant_keys`), Q_h and
+N_h the two factors of how such an error reaches the output (`calibrate`, equation 2), E_h the moment of what W_O
+receives. N ignores by itself a constant added to all keys of a head, as softmax does. V is not centred either:
+the stock target has no o_proj bias to give its mean back.
+Whitening by data moments follows SVD-LLM (arXiv:2403.07378) and CARE (arXiv:2603.17946); the sensitivity weights are
+this project's (docs/method.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from latentfold.convert.linalg import metric_root, solve_right, square_roots
+from latentfold.convert.rope import SlotFit, constant_keys, slot_keys, slot_queries
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """One attention layer, head by head, in float64. q, k: rotate-half layout.
+
+    Attributes:
+        q: (H, d, D).  k: (G, d, D).  v: (G, d, D).  o: (H, D, d).
+        scale: softmax scale.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    scale: float
+
+    @property
+    def group(self) -> Tensor:
+        """(H,) KV head of each query head."""
+        heads, kv_heads = self.q.shape[0], self.k.shape[0]
+        return torch.arange(heads, device=self.q.device) // (heads // kv_heads)
+
+
+@dataclass(frozen=True)
+class LatentStatistics:
+    """Second moments of one layer in E-space.
+
+    Attributes:
+        keys: (G, d, E) and values (G, d, E): linear maps from the E-space.
+        projection: (E, D), the E-space vector of an input x.
+        pool: (H,) pool of each head.
+        key_moment: (P, E, E), N: how errors of a key's map reach the output, normalized to trace 1.
+        value_moment: (P, E, E): of the attention-averaged vector, which is what W_O receives.
+        moment: (E, E): plain average over tokens.
+        query_moment: (H, d, d): Q_h, total sensitivity included.
+        output_power: E|attention output|^2, to make errors relative.
+    """
+
+    keys: Tensor
+    values: Tensor
+    projection: Tensor
+    pool: Tensor
+    key_moment: Tensor
+    value_moment: Tensor
+    moment: Tensor
+    query_moment: Tensor
+    output_power: float
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """A layer factorized to MLA, in float64, in no target's particular layout.
+
+    Attributes:
+        latent: (r, D) rows of the down projection.
+        rope_key: (S, D) complex rows of the shared rotating key.
+        q_nope: (H, d, D).  q_rope: (H, S, D) complex.
+        k_up: (H, d, r).  v_up: (H, d, r).
+        o: (H, D, d).
+        scale: softmax scale that the target has to apply.
+        predicted_error: relative squared error of the attention output expected from the statistics,
+            split into `rope`, `key` and `value`.
+    """
+
+    latent: Tensor
+    rope_key: Tensor
+    q_nope: Tensor
+    q_rope: Tensor
+    k_up: Tensor
+    v_up: Tensor
+    o: Tensor
+    scale: float
+    predicted_error: dict[str, float]
+
+
+def latent_rows(
+    stats: LatentStatistics, weights: AttentionWeights, still_keys: Tensor, rank: int
+) -> tuple[Tensor, Tensor]:
+    """A (r, E) with E[c c^T] = 1 under the plain moment, and its pooled reader E[s c^T] (E, r).
+
+    K and V have different statistics, one whitening must serve both: whiten with the plain moment and scale each block
+    so that its weight under that moment equals its weight under its own.
+    """
+    root, inverse = square_roots(stats.moment)
+    value_metric = weights.o.mT @ weights.o  # (H, d, d)
+    key_root, value_root = metric_root(stats.query_moment), metric_root(value_metric)
+    key_rows = weights.scale * key_root @ still_keys  # (H, d, E)
+    value_rows = value_root @ stats.values[weights.group]
+    key_own = torch.einsum("hde,hef,hdf->", key_rows, stats.key_moment[stats.pool], key_rows)
+    value_own = torch.einsum("hde,hef,hdf->", value_rows, stats.value_moment[stats.pool], value_rows)
+    gram = torch.zeros(root.shape[1], root.shape[1], dtype=root.dtype, device=root.device)
+    for rows, own in ((key_rows, key_own), (value_rows, value_own)):
+        whitened = rows.flatten(0, 1) @ root
+        block = whitened.T @ whitened
+        trace = block.trace()
+        if trace > 0:
+            gram += block * (own.clamp_min(0) / trace)
+    _, vectors = torch.linalg.eigh(gram)
+    basis = vectors[:, -rank:].flip(1)
+    rows = basis.T @ inverse
+    missing = rank - rows.shape[0]  # fewer data directions than asked for: the rest of the latent stays empty
+    if missing > 0:
+        rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+        basis = torch.cat([basis, basis.new_zeros(basis.shape[0], missing)], dim=1)
+    return rows, root @ basis
+
+
+def readers(target: Tensor, moments: Tensor, pool: Tensor, rows: Tensor, pooled: Tensor, ridge: float) -> Tensor:
+    """B_h (H, d, r): target_h ~ B_h A under each head's own moments.
+
+    The fit is `target_h pooled`, the solution under the plain moment, plus a ridge-damped deviation: damping never
+    shrinks the reader itself, and where the pooled solution is exact it stays exact.
+    """
+    gram = rows @ moments @ rows.T  # (P, r, r)
+    base = target @ pooled
+    left = (target - base @ rows) @ (moments @ rows.T)[pool]
+    return base + torch.stack([solve_right(gram[p], left[h], ridge) for h, p in enumerate(pool.tolist())])
+
+
+def factorize(
+    stats: LatentStatistics, weights: AttentionWeights, fit: SlotFit, rank: int, *, ridge: float = 1e-4
+) -> LatentAttention:
+    """Turn one attention layer into latent attention of `rank` with the slots of `fit`.
+
+    Raises nothing for degenerate statistics: null directions are dropped, missing latent rows are zero.
+    """
+    still = constant_keys(fit, stats.keys)
+    rows, pooled = latent_rows(stats, weights, still, rank)
+    own_values = stats.values[weights.group]
+    k_up = readers(still, stats.key_moment, stats.pool, rows, pooled, ridge)
+    v_up = readers(own_values, stats.value_moment, stats.pool, rows, pooled, ridge)
+
+    def error(left: Tensor, metric: Tensor, moments: Tensor) -> float:
+        return float(((metric @ left) * (left @ moments[stats.pool])).sum().clamp_min(0))
+
+    key_error = weights.scale**2 * error(still - k_up @ rows, stats.query_moment, stats.key_moment)
+    value_error = error(own_values - v_up @ rows, weights.o.mT @ weights.o, stats.value_moment)
+    power = max(stats.output_power, 1e-300)
+    return LatentAttention(
+        latent=rows @ stats.projection,
+        rope_key=slot_keys(fit, stats.keys) @ stats.projection.to(torch.complex128),
+        q_nope=weights.q,
+        q_rope=slot_queries(fit, weights.q),
+        k_up=k_up,
+        v_up=v_up,
+        o=weights.o,
+        scale=weights.scale,
+        predicted_error={
+            "rope": 0.5 * weights.scale**2 * fit.rotating_error / power,
+            "key": key_error / power,
+            "value": value_error / power,
+        },
+    )

@@ -1,0 +1,33 @@
+"""Linear algebra on second moments, which are often singular: few tokens, dependent heads, empty slots.
+
+Everything goes through `eigh` in float64 (or complex128). Cholesky fails on singular moments, and the batched LU of
+some CPU builds of torch 2.13 (MKL) returns invalid pivots for matrices of a few hundred rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def square_roots(moment: Tensor, tolerance: float = 1e-12) -> tuple[Tensor, Tensor]:
+    """R with R R^T = moment and its pseudo-inverse, (E, e) and (e, E); directions below `tolerance` are dropped."""
+    values, vectors = torch.linalg.eigh(moment)
+    kept = values > tolerance * values[-1].clamp_min(1e-300)
+    root = values[kept].sqrt()
+    return vectors[:, kept] * root, (vectors[:, kept] / root).mH
+
+
+def metric_root(metric: Tensor) -> Tensor:
+    """(.., d, d) positive semi-definite -> L (.., d, d) with L^T L = metric."""
+    values, vectors = torch.linalg.eigh(metric)
+    return values.clamp_min(0).sqrt()[..., :, None] * vectors.mT
+
+
+def solve_right(gram: Tensor, rhs: Tensor, ridge: float) -> Tensor:
+    """X (.., m, r) with X (gram + ridge mean(diag) 1) = rhs; null directions of gram (.., r, r) get nothing."""
+    values, vectors = torch.linalg.eigh(gram)
+    top = values[..., -1:].clamp_min(1e-300)
+    size = values.clamp_min(0).mean(-1, keepdim=True)
+    inverse = torch.where(values > 1e-13 * top, 1 / (values.clamp_min(1e-13 * top) + ridge * size), 0.0)
+    return ((rhs @ vectors) * inverse[..., None, :].to(vectors.dtype)) @ vectors.mH

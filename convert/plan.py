@@ -1,0 +1,255 @@
+"""Everything that will be written, and every refusal, before a weight is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
+from latentfold.convert.checkpoint import PARTIAL
+from latentfold.convert.config import OUTPUT_DTYPES, ConversionConfig
+from latentfold.convert.errors import InputError
+from latentfold.convert.families import require_family
+from latentfold.convert.inspection import propose_sizes
+from latentfold.convert.shapes import ModelShape, model_shape
+from latentfold.convert.source import Checkpoint
+from latentfold.convert.targets import deepseek
+from transformers import AutoConfig
+
+from .families.family import Family
+
+SAVING_WORTH = 0.9
+"""A result that caches more than this share of the source's values earns a warning."""
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One output tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """A conversion that nothing known beforehand stands against.
+
+    Attributes:
+        checkpoint: the source.
+        config: its transformers config.
+        family, shape: what it is.
+        kv_rank, rope_dim: sizes of the result.
+        dtype: stored dtype.
+        residual: factor on the residual stream.
+        ladders: candidate rope parameters of the result.
+        tensors: every output tensor in the order it is written.
+        shards: which file holds which.
+        notices: what the user should know before it starts.
+    """
+
+    checkpoint: Checkpoint
+    config: Any
+    family: Family
+    shape: ModelShape
+    kv_rank: int
+    rope_dim: int
+    dtype: torch.dtype
+    residual: float
+    ladders: tuple[deepseek.Ladder, ...]
+    tensors: dict[str, TensorPlan]
+    shards: StateDictSplit
+    notices: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the weights to be written."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def cache_values(self) -> int:
+        """Values the result caches per token and layer."""
+        return self.kv_rank + self.rope_dim
+
+
+def read_config(checkpoint: Checkpoint) -> Any:
+    """The transformers config of a checkpoint, both spellings of rope parameters understood.
+
+    Raises:
+        InputError: no model_type, or one that this transformers does not know.
+    """
+    data = dict(checkpoint.config)
+    model_type = data.pop("model_type", None)
+    if model_type is None:
+        raise InputError(f"{checkpoint.name}: config.json has no model_type; expected a transformers checkpoint")
+    try:
+        return AutoConfig.for_model(model_type, **data)
+    except ValueError as error:
+        known = "Unrecognized model identifier" in str(error)
+        detail = "unknown to this transformers" if known else " ".join(str(error).split())
+        raise InputError(f"{checkpoint.name}: model type {model_type!r}: {detail}") from error
+    except Exception as error:  # transformers validates configs with exceptions of its own
+        raise InputError(f"{checkpoint.name}: config.json is not valid: {' '.join(str(error).split())}") from error
+
+
+def check_output(config: ConversionConfig) -> None:
+    """Refuse an output folder that cannot or must not be written.
+
+    Raises:
+        InputError: OUT is not a folder, not empty, not writable, or overlaps the source.
+    """
+    out = config.output_path.absolute()
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{config.output}: is a file; expected a folder to write to")
+    source = Path(config.source).absolute()
+    if source.is_dir():
+        real_out, real_source = out.resolve(), source.resolve()
+        if real_out == real_source or real_source in real_out.parents:
+            raise InputError(f"{config.output}: lies inside the source {config.source}; choose another folder")
+        if real_out in real_source.parents and config.overwrite:
+            raise InputError(f"{config.output}: holds the source {config.source}; --overwrite would delete it")
+    if out.is_dir() and not config.overwrite:
+        found = sorted(p.name for p in out.iterdir() if p.name != PARTIAL)
+        if found and not (out / PARTIAL).is_dir():
+            raise InputError(
+                f"{config.output}: not empty (holds {found[0]}); choose another folder or pass --overwrite"
+            )
+    parent = out
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"{config.output}: cannot be written ({parent} is not a writable folder)")
+
+
+def check_sizes(shape: ModelShape, kv_rank: int, rope_dim: int) -> None:
+    """Refuse sizes that mean nothing.
+
+    Raises:
+        InputError: kv_rank above what K and V can fill, or a rope part above the model's own.
+    """
+    proposal = propose_sizes(shape)
+    if kv_rank > shape.max_kv_rank:
+        raise InputError(
+            f"--kv-rank {kv_rank}: this model's keys and values have at most {shape.max_kv_rank} dimensions a token "
+            f"(min of 2 x {shape.num_kv_heads} KV heads x {shape.head_dim}, hidden size {shape.hidden_size}); "
+            f"try --kv-rank {proposal.kv_rank} --rope-dim {proposal.rope_dim}"
+        )
+    largest = shape.num_kv_heads * shape.head_dim
+    if rope_dim > largest:
+        raise InputError(
+            f"--rope-dim {rope_dim}: this model rotates {largest} dimensions a token "
+            f"({shape.num_kv_heads} KV heads x {shape.head_dim}); try --rope-dim {proposal.rope_dim}"
+        )
+
+
+def check_tensors(checkpoint: Checkpoint, family: Family, shape: ModelShape, *, tied: bool) -> None:
+    """Compare every tensor the family needs with the files' headers.
+
+    Raises:
+        InputError: naming the tensor, its file, what was expected and what was found.
+    """
+    expected = dict(family.expected_tensors(shape, tied=tied))
+    for name, size in expected.items():
+        header = checkpoint.headers.get(name)
+        if header is None:
+            raise InputError(
+                f"tensor {name}: expected shape {list(size)}, found nothing in {checkpoint.name} "
+                f"({len(checkpoint.headers)} tensors in {len({h.file for h in checkpoint.headers.values()})} files)"
+            )
+        if header.shape != size:
+            raise InputError(
+                f"tensor {name} in {header.file}: expected shape {list(size)}, as config.json says, "
+                f"found {list(header.shape)}"
+            )
+        if header.dtype not in ("F16", "BF16", "F32", "F64"):
+            raise InputError(f"tensor {name} in {header.file}: expected F16, BF16 or F32, found {header.dtype}")
+    surplus = {family.head.name} if tied else set()
+    for name, header in checkpoint.headers.items():
+        if name not in expected and name not in surplus and not name.endswith(family.ignored):
+            raise InputError(
+                f"tensor {name} in {header.file}: a {family.model_type} checkpoint has no such tensor, and leaving it "
+                "out would change the model"
+            )
+
+
+def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPlan:
+    """Decide everything that can be decided from config.json and, where they have been read, file headers.
+
+    Raises:
+        InputError: for anything that would fail or give a wrong model later.
+    """
+    check_output(config)
+    model = read_config(checkpoint)
+    shape = model_shape(model)
+    family = require_family(checkpoint.name, model, shape)
+    proposal = propose_sizes(shape)
+    kv_rank = config.kv_rank or proposal.kv_rank
+    rope_dim = config.rope_dim or proposal.rope_dim
+    check_sizes(shape, kv_rank, rope_dim)
+    tied = bool(model.tie_word_embeddings)
+    if checkpoint.headers:
+        check_tensors(checkpoint, family, shape, tied=tied)
+        source_dtype = checkpoint.dtype
+    else:
+        source_dtype = model.dtype or torch.bfloat16
+    notices: list[str] = []
+    dtype = OUTPUT_DTYPES.get(config.dtype, source_dtype)
+    if dtype not in OUTPUT_DTYPES.values():
+        target = torch.bfloat16 if dtype == torch.float16 else torch.float32
+        notices.append(f"source is stored as {_short(dtype)}: writing {_short(target)} (the target cannot hold it)")
+        dtype = target
+    if kv_rank + rope_dim > SAVING_WORTH * shape.cache_values:
+        notices.append(
+            f"kv-rank {kv_rank} + rope-dim {rope_dim} caches {kv_rank + rope_dim} of the {shape.cache_values} values "
+            "per token and layer that the source does: this saves next to nothing"
+        )
+    tensors = dict(_output_tensors(family, shape, kv_rank, rope_dim, dtype))
+    return ConversionPlan(
+        checkpoint=checkpoint,
+        config=model,
+        family=family,
+        shape=shape,
+        kv_rank=kv_rank,
+        rope_dim=rope_dim,
+        dtype=dtype,
+        residual=deepseek.residual_scale(model.rms_norm_eps, dtype),
+        ladders=tuple(deepseek.ladders(model.rope_parameters, shape.head_dim, rope_dim, model.max_position_embeddings)),
+        tensors=tensors,
+        shards=_split(tensors, config.max_shard_size),
+        notices=tuple(notices),
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _output_tensors(family: Family, shape: ModelShape, kv_rank: int, rope_dim: int, dtype: torch.dtype) -> Any:
+    yield "model.embed_tokens.weight", TensorPlan(shape.resolve(family.embedding.shape), dtype)
+    attention = list(deepseek.attention_shapes(shape.hidden_size, shape.num_heads, shape.head_dim, kv_rank, rope_dim))
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        for name, size in attention:
+            yield f"{prefix}self_attn.{name}", TensorPlan(size, dtype)
+        for name, role in family.copied.items():
+            yield prefix + name, TensorPlan(shape.resolve(role.shape), dtype)
+    yield "model.norm.weight", TensorPlan(shape.resolve(family.norm.shape), dtype)
+    yield "lm_head.weight", TensorPlan(shape.resolve(family.head.shape), dtype)
+
+
+def _split(tensors: dict[str, TensorPlan], max_shard_size: str) -> StateDictSplit:
+    try:
+        return split_state_dict_into_shards_factory(
+            tensors,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except ValueError as error:
+        raise InputError(f"--max-shard-size {max_shard_size}: expected a size such as 5GB or 500MB") from error

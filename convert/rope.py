@@ -1,0 +1,278 @@
+"""Decoupled RoPE: which few rotating keys replace all the rotated pairs of all KV heads.
+
+Shape legend
+    H  query heads            G  KV heads            h in g: query head h reads KV head g = h // (H/G)
+    d  head size              n  d/2, rotary pairs per head; pair j is the complex number k[j] + i k[j+n]
+    S  slots (2S = qk_rope_head_dim)                 I  G*n, the items: (g, j) flattened, j fastest
+    T  distances 0 .. T-1
+
+A score of the source is  sum_j Re(q_j conj(k_j) e^{i w_j t})  at distance t. The target has S complex keys
+z_s = sum_i U[s, i] k_i shared by all heads, rotating with the frequencies v_s, and per query head free
+coefficients a[h, j, s]:
+
+    conj(k_j) e^{i w_j t}  ~  sum_s a[h, j, s] conj(z_s) e^{i v_s t}  +  (something that does not rotate)      (1)
+
+Everything that does not rotate goes to the latent ("nope") part of the score, which carries the mean of what is
+left over: kappa_j = conj(phi(w_j)) k_j - sum_s conj(a_js phi(v_s)) z_s, with phi(f) = E_t[e^{ift}] under the
+distances that head h is sensitive to. Minimizing the error of (1), weighted by what a query of that size does to the
+attention output, is a bilinear least-squares problem: linear in `a` for given U, linear in U for given `a`.
+TransMLA's RoRoPE and FreqFold (arXiv:2502.07864) are the special case of real U, one slot per pair, a = 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from latentfold.convert.linalg import solve_right
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeStatistics:
+    """What one layer's attention says about its rotary pairs.
+
+    Attributes:
+        distance: (H, T) sensitivity of each head at each distance, not normalized.
+        query_power: (H, n) sensitivity-weighted mean of |q_j|^2 (before RoPE).
+        key_moment: (I, I) complex, E[k k^H] of all pairs, pooled over heads.
+    """
+
+    distance: Tensor
+    query_power: Tensor
+    key_moment: Tensor
+
+
+@dataclass(frozen=True)
+class SlotFit:
+    """The solution of (1) for one layer.
+
+    Attributes:
+        keys: (S, I) complex U, slot keys from the items.
+        coefficients: (H, n, S) complex a.
+        frequencies: (S,) v.
+        mean_pair: (H, n) complex phi_h(w_j).
+        mean_slot: (H, S) complex phi_h(v_s).
+        objective: what was minimized: weighted squared error of (1) plus `lost` times what is left to the latent,
+            in units of `RopeStatistics.query_power` times key power.
+        rotating_error: the error of (1) alone, with a lossless latent.
+    """
+
+    keys: Tensor
+    coefficients: Tensor
+    frequencies: Tensor
+    mean_pair: Tensor
+    mean_slot: Tensor
+    objective: float
+    rotating_error: float
+
+
+def to_complex_pairs(x: Tensor) -> Tensor:
+    """Rotate-half layout (..., d, E) -> complex pairs (..., d/2, E)."""
+    n = x.shape[-2] // 2
+    return torch.complex(x[..., :n, :], x[..., n:, :])
+
+
+def to_real_pairs(x: Tensor) -> Tensor:
+    """Complex pairs (..., n, E) -> rotate-half layout (..., 2n, E). Inverse of `to_complex_pairs`."""
+    return torch.cat([x.real, x.imag], dim=-2)
+
+
+def complex_pair_moment(moment: Tensor, num_kv_heads: int) -> Tensor:
+    """E[k k^T] of stacked real keys (..., G d, G d) -> E[k k^H] of complex pairs (..., I, I)."""
+    lead = moment.shape[:-2]
+    n = moment.shape[-1] // (2 * num_kv_heads)
+    m = moment.reshape(*lead, num_kv_heads, 2, n, num_kv_heads, 2, n)
+    re = m[..., :, 0, :, :, 0, :] + m[..., :, 1, :, :, 1, :]
+    im = m[..., :, 1, :, :, 0, :] - m[..., :, 0, :, :, 1, :]
+    items = num_kv_heads * n
+    return torch.complex(re, im).reshape(*lead, items, items)
+
+
+def mean_rotation(distance: Tensor, frequencies: Tensor) -> Tensor:
+    """phi_h(f) = E_t[e^{i f t}]: (H, T) normalized weights, (F,) -> (H, F) complex."""
+    t = torch.arange(distance.shape[1], dtype=torch.float64, device=distance.device)
+    phase = t[:, None] * frequencies.to(torch.float64)[None, :]
+    return torch.complex(distance @ phase.cos(), distance @ phase.sin())
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """E_t[e^{i(f-f')t}] minus (1-lost) times the product of the means, per head.
+
+    `lost` is the share of a non-rotating part that the latent cannot hold anyway (0: the latent is lossless and
+    slots need only explain what rotates; 1: there is no latent).
+    """
+
+    pair_pair: Tensor  # (H, n)      R(w_j, w_j)
+    pair_slot: Tensor  # (H, n, S)   R(w_j, v_s)
+    slot_slot: Tensor  # (H, S, S)   R(v_s', v_s)
+    mean_pair: Tensor  # (H, n)
+    mean_slot: Tensor  # (H, S)
+
+
+def _kernels(distance: Tensor, pairs: Tensor, slots: Tensor, lost: float) -> _Kernels:
+    distance = distance / distance.sum(1, keepdim=True).clamp_min(1e-300)
+    mean_pair, mean_slot = mean_rotation(distance, pairs), mean_rotation(distance, slots)
+    keep = 1.0 - lost
+
+    def centred(frequencies: Tensor, mean: Tensor) -> Tensor:
+        raw = torch.stack([mean_rotation(distance, frequencies - v) for v in slots], dim=-1)
+        return raw - keep * mean[..., :, None] * mean_slot.conj()[..., None, :]
+
+    return _Kernels(
+        pair_pair=1.0 - keep * mean_pair.abs().square(),
+        pair_slot=centred(pairs, mean_pair),
+        slot_slot=centred(slots, mean_slot),
+        mean_pair=mean_pair,
+        mean_slot=mean_slot,
+    )
+
+
+def _own(x: Tensor, group: Tensor, n: int) -> Tensor:
+    """(m, I) -> (H, m, n): for each query head the columns of its own KV head."""
+    return x.reshape(x.shape[0], -1, n).transpose(0, 1)[group]
+
+
+def _initial_keys(stats: RopeStatistics, kernels: _Kernels, pairs: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Each pair joins the nearest slot that is at least as fast; a slot's key is its cluster's top eigenvector.
+
+    Slots of equal frequency (possible in targets that store their frequencies) take successive eigenvectors.
+    Returns U (S, I) and a (H, n, S).
+    """
+    heads, n = stats.query_power.shape
+    items = stats.key_moment.shape[-1]
+    kv_heads = items // n
+    group = torch.arange(heads, device=pairs.device) // (heads // kv_heads)
+    distinct = torch.unique(slots).flip(0)
+    faster = distinct[None, :] >= pairs[:, None] * (1 - 1e-6)
+    gap = (distinct[None, :] - pairs[:, None]).abs().masked_fill(~faster, torch.inf)
+    choice = torch.where(faster.any(1), gap.argmin(1), torch.zeros(n, dtype=torch.long, device=pairs.device))
+    keys = torch.zeros(len(slots), items, dtype=torch.complex128, device=pairs.device)
+    coefficients = torch.zeros(heads, n, len(slots), dtype=torch.complex128, device=pairs.device)
+    for c, frequency in enumerate(distinct):
+        members = torch.nonzero(choice == c).flatten()
+        if not len(members):
+            continue
+        copies = torch.nonzero(slots == frequency).flatten()
+        slot = copies[0]
+        variance = kernels.slot_slot[:, slot, slot].real.clamp_min(1e-12)  # (H,)
+        fold = kernels.pair_slot[:, members, slot] / variance[:, None]  # (H, members)
+        exact = (pairs[members] - frequency).abs() <= 1e-9 * frequency
+        fold = torch.where(exact[None, :], torch.ones_like(fold), fold)
+        gain = stats.query_power[:, members] * fold.abs().square() * variance[:, None]
+        per_group = torch.zeros(kv_heads, len(members), dtype=torch.float64, device=pairs.device)
+        per_group.index_add_(0, group, gain)
+        index = (torch.arange(kv_heads, device=pairs.device)[:, None] * n + members[None, :]).flatten()
+        root = per_group.flatten().clamp_min(1e-30 * float(per_group.max()) + 1e-300).sqrt()
+        _, vectors = torch.linalg.eigh(root[:, None] * stats.key_moment[index][:, index] * root[None, :])
+        for rank, s in enumerate(copies[: len(index)]):
+            u = vectors[:, -1 - rank]
+            keys[s, index] = u.conj() * root
+            beta = (u / root).reshape(kv_heads, len(members))  # k_i ~ beta_i z
+            coefficients[:, members, s] = fold * beta.conj()[group]
+    return keys, coefficients
+
+
+def _second_moments(keys: Tensor, key_moment: Tensor) -> tuple[Tensor, Tensor]:
+    """E[z k^H] (..., S, I) and E[z z^H] (..., S, S) for U (S, I) and E[k k^H] (..., I, I)."""
+    cross = keys @ key_moment
+    return cross, cross @ keys.mH
+
+
+def _normal_equations(keys: Tensor, pairs: Tensor, group: Tensor, kernels: _Kernels) -> tuple[Tensor, Tensor]:
+    """Cross moments c (H, n, S) and Gram matrices (H, S, S) with a Gram = c at the optimum of (1).
+
+    `pairs` (I, I) is E[k k^H], `group` (H,) the KV head of each query head.
+    """
+    cross = keys @ pairs  # (S, I): E[z k^H]
+    gram = (cross @ keys.mH).mT * kernels.slot_slot
+    return _own(cross, group, kernels.pair_slot.shape[1]).mT * kernels.pair_slot, gram
+
+
+def _solve_coefficients(
+    previous: Tensor, keys: Tensor, pairs: Tensor, group: Tensor, kernels: _Kernels, ridge: float
+) -> Tensor:
+    """Least squares for a[h, j, :], pulled towards `previous` so that an exact solution stays exact."""
+    c, gram = _normal_equations(keys, pairs, group, kernels)
+    return previous + solve_right(gram, c - previous @ gram, ridge)
+
+
+def _solve_keys(previous: Tensor, a: Tensor, query_power: Tensor, kernels: _Kernels, ridge: float) -> Tensor:
+    """Least squares for U given a. The keys' own moments cancel: target and slots are both linear in the keys."""
+    heads, n, slots = a.shape
+    kv_heads = previous.shape[1] // n
+    weighted = query_power[:, :, None] * a.conj()  # (H, n, S)
+    gram = torch.einsum("hjr,hjs,hrs->rs", a, weighted, kernels.slot_slot)
+    rhs = (weighted * kernels.pair_slot).mT.reshape(kv_heads, heads // kv_heads, slots, n).sum(1)
+    rhs = rhs.transpose(0, 1).reshape(slots, kv_heads * n)
+    step = solve_right(gram, (rhs - gram.mT @ previous.conj()).mT, ridge)
+    return previous + step.mT.conj()
+
+
+def _error(a: Tensor, keys: Tensor, pairs: Tensor, group: Tensor, kernels: _Kernels, query_power: Tensor) -> float:
+    """Weighted squared error of (1) under `kernels`."""
+    c, gram = _normal_equations(keys, pairs, group, kernels)
+    explained = 2 * (a * c.conj()).real.sum(-1) - ((a @ gram) * a.conj()).real.sum(-1)
+    power = pairs.diagonal().real.reshape(-1, a.shape[1])[group]  # (H, n): E|k_j|^2
+    return max(0.0, float((query_power * (power * kernels.pair_pair - explained)).sum()))
+
+
+def fit_slots(
+    stats: RopeStatistics,
+    pairs: Tensor,
+    slots: Tensor,
+    *,
+    lost: float = 0.05,
+    sweeps: int = 40,
+    ridge: float = 1e-6,
+) -> SlotFit:
+    """Solve (1) for one layer.
+
+    Args:
+        stats: pooled statistics, `key_moment` of shape (I, I).
+        pairs: (n,) the source's inverse frequencies w.
+        slots: (S,) the target's inverse frequencies v.
+        lost: share of the non-rotating part that the latent is expected to lose, in [0, 1].
+        sweeps: alternations between the coefficients and the keys.
+        ridge: relative damping of each step (towards the previous solution, never towards zero).
+    """
+    pairs, slots = pairs.to(torch.float64), slots.to(torch.float64)
+    heads, n = stats.query_power.shape
+    items = stats.key_moment.shape[-1]
+    group = torch.arange(heads, device=pairs.device) // (heads * n // items)
+    kernels = _kernels(stats.distance, pairs, slots, lost)
+    keys, a = _initial_keys(stats, kernels, pairs, slots)
+    for _ in range(sweeps):
+        a = _solve_coefficients(a, keys, stats.key_moment, group, kernels, ridge)
+        keys = _solve_keys(keys, a, stats.query_power, kernels, ridge)
+    a = _solve_coefficients(a, keys, stats.key_moment, group, kernels, ridge)
+    lossless = _kernels(stats.distance, pairs, slots, 0.0)
+    return SlotFit(
+        keys=keys,
+        coefficients=a,
+        frequencies=slots,
+        mean_pair=kernels.mean_pair,
+        mean_slot=kernels.mean_slot,
+        objective=_error(a, keys, stats.key_moment, group, kernels, stats.query_power),
+        rotating_error=_error(a, keys, stats.key_moment, group, lossless, stats.query_power),
+    )
+
+
+def slot_keys(fit: SlotFit, keys: Tensor) -> Tensor:
+    """(G, d, E) linear maps of the keys -> (S, E) complex maps of the slot keys z."""
+    return fit.keys @ to_complex_pairs(keys).flatten(0, 1)
+
+
+def constant_keys(fit: SlotFit, keys: Tensor) -> Tensor:
+    """(G, d, E) maps of the keys -> (H, d, E) real maps of kappa, the part of each head's key that stays still."""
+    pairs = to_complex_pairs(keys)  # (G, n, E)
+    heads = fit.mean_pair.shape[0]
+    own = pairs.repeat_interleave(heads // pairs.shape[0], 0)
+    carried = (fit.coefficients * fit.mean_slot[:, None, :]).conj() @ slot_keys(fit, keys)
+    return to_real_pairs(fit.mean_pair.conj()[..., None] * own - carried)
+
+
+def slot_queries(fit: SlotFit, queries: Tensor) -> Tensor:
+    """(H, d, D) linear maps of the queries -> (H, S, D) complex maps of the rotating part of each head's query."""
+    return torch.einsum("hjs,hjx->hsx", fit.coefficients, to_complex_pairs(queries))

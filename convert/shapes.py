@@ -1,0 +1,101 @@
+"""A model's sizes, and what its KV cache costs.
+
+A cached token costs 2 G d values per layer with MHA/GQA (G KV heads of size d), and kv_lora_rank + qk_rope_head_dim
+with MLA (DeepSeek-V2, arXiv:2405.04434). Layers with a sliding window stop growing at the window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from latentfold.convert.errors import InputError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder, whatever its family.
+
+    Attributes:
+        windows: per layer, the number of tokens attention sees, or None for all.
+        kv_lora_rank, qk_rope_head_dim: for a model that already is MLA, else None.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+
+    @property
+    def is_mla(self) -> bool:
+        return self.kv_lora_rank is not None
+
+    @property
+    def cache_values(self) -> int:
+        """Values cached per token and layer."""
+        if self.kv_lora_rank is not None:
+            return self.kv_lora_rank + (self.qk_rope_head_dim or 0)
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def max_kv_rank(self) -> int:
+        """The largest useful kv_lora_rank: K and V of a token together have no more dimensions."""
+        return min(2 * self.num_kv_heads * self.head_dim, self.hidden_size)
+
+    def cache_bytes(self, tokens: int, bytes_per_value: int = 2) -> int:
+        """Bytes of the KV cache of one sequence of `tokens` tokens, all layers."""
+        held = sum(tokens if window is None else min(tokens, window) for window in self.windows)
+        return held * self.cache_values * bytes_per_value
+
+    def resolve(self, symbols: str) -> tuple[int, ...]:
+        """Shape symbols (`families`) to numbers."""
+        sizes = {
+            "V": self.vocab_size,
+            "D": self.hidden_size,
+            "F": self.intermediate_size,
+            "Q": self.num_heads * self.head_dim,
+            "K": self.num_kv_heads * self.head_dim,
+        }
+        return tuple(sizes[s] for s in symbols)
+
+
+def model_shape(config: Any) -> ModelShape:
+    """Sizes from a transformers config (of a text model, or holding one).
+
+    Raises:
+        InputError: the config has no attention heads to speak of.
+    """
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    layers = getattr(text, "num_hidden_layers", None)
+    if not heads or not layers:
+        raise InputError(f"model type {config.model_type!r}: expected a decoder with attention heads, found none")
+    rank = getattr(text, "kv_lora_rank", None)
+    return ModelShape(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        windows=_windows(text, layers),
+        kv_lora_rank=rank,
+        qk_rope_head_dim=text.qk_rope_head_dim if rank is not None else None,
+    )
+
+
+def _windows(text: Any, layers: int) -> tuple[int | None, ...]:
+    window = getattr(text, "sliding_window", None)
+    if not window or getattr(text, "use_sliding_window", True) is False:
+        return (None,) * layers
+    kinds = getattr(text, "layer_types", None)
+    if not kinds:
+        return (window,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

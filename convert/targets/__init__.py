@@ -1,0 +1,1 @@
+"""What a converted layer is written as."""
