@@ -1,0 +1,27 @@
+"""Convert MHA/GQA checkpoints to MLA: `convert_checkpoint(source, output)`, `inspect_model(name)`."""
+
+from typing import TYPE_CHECKING, Any
+
+from latentfold.convert.errors import InputError
+
+if TYPE_CHECKING:
+    from latentfold.convert.inspection import Inspection, inspect_model
+    from latentfold.convert.pipeline import ConversionResult, convert_checkpoint
+
+__all__ = ["ConversionResult", "InputError", "Inspection", "convert_checkpoint", "inspect_model"]
+
+_HOMES = {
+    "ConversionResult": "pipeline",
+    "convert_checkpoint": "pipeline",
+    "Inspection": "inspection",
+    "inspect_model": "inspection",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and transformers only when something is used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -67,7 +67,8 @@ class ConversionConfig:
             raise InputError(f"--seq-len {self.seq_len}: expected at least 16")
         if self.calibration_tokens < self.seq_len:
             raise InputError(
-                f"--calibration-tokens {self.calibration_tokens}: expected at least one window of --seq-len {self.seq_len}"
+                f"--calibration-tokens {self.calibration_tokens}: expected at least one window "
+                f"of --seq-len {self.seq_len}"
             )
         if self.queries < 1:
             raise InputError(f"queries {self.queries}: expected at least 1")

@@ -101,17 +101,20 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor(ids, dtype=torch.long)
 
 
-def make_windows(documents: Sequence[Document], tokenizer: Any, *, length: int, count: int, purpose: str) -> Windows:
+def make_windows(
+    documents: Sequence[Document], tokenizer: Any, *, length: int, count: int, purpose: str, skip: int = 0
+) -> Windows:
     """Up to `count` windows of `length` tokens, taken from the documents in turn so that each is represented.
 
-    Each window starts with the tokenizer's own leading tokens, as text does in use.
+    Each window starts with the tokenizer's own leading tokens, as text does in use; `skip` tokens of each text are
+    passed over first.
 
     Raises:
         InputError: the documents together do not fill one window.
     """
     lead = leading_tokens(tokenizer)
     body = length - len(lead)
-    streams = [tokenize(tokenizer, d.text) for d in documents]
+    streams = [tokenize(tokenizer, d.text)[skip:] for d in documents]
     available = [len(s) // body for s in streams]
     if sum(available) == 0:
         found = max((len(s) for s in streams), default=0)

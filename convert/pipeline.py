@@ -407,7 +407,7 @@ def latent_attention(layer: LatentAttention, frequencies: Tensor, x: Tensor) -> 
     scores = layer.scale * (q_nope @ keys.mT + (q_rope @ z.conj().T).real)
     scores = scores.masked_fill(length[None, :] > length[:, None], -torch.inf)
     values = torch.einsum("her,tr->hte", layer.v_up, latent)
-    return torch.einsum("hed,hte->td", layer.o, scores.softmax(-1) @ values)
+    return torch.einsum("hde,hte->td", layer.o, scores.softmax(-1) @ values)
 
 
 def reload_difference(folder: Path, tokens: Tensor, logits: Tensor, device: torch.device) -> float:

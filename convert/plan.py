@@ -13,13 +13,12 @@ from latentfold.convert.checkpoint import PARTIAL
 from latentfold.convert.config import OUTPUT_DTYPES, ConversionConfig
 from latentfold.convert.errors import InputError
 from latentfold.convert.families import require_family
+from latentfold.convert.families.family import Family
 from latentfold.convert.inspection import propose_sizes
 from latentfold.convert.shapes import ModelShape, model_shape
 from latentfold.convert.source import Checkpoint
 from latentfold.convert.targets import deepseek
 from transformers import AutoConfig
-
-from .families.family import Family
 
 SAVING_WORTH = 0.9
 """A result that caches more than this share of the source's values earns a warning."""

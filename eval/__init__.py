@@ -1,0 +1,21 @@
+"""Measure what a conversion cost: `evaluate(original, converted)`."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from latentfold.eval.evaluate import evaluate
+    from latentfold.eval.records import Evaluation
+
+__all__ = ["Evaluation", "evaluate"]
+
+
+_HOMES = {"evaluate": "evaluate", "Evaluation": "records"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and transformers only when something is used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
