@@ -41,7 +41,7 @@ class ConversionConfig:
     kv_rank: int | None = None
     rope_dim: int | None = None
     calibration: tuple[str, ...] = ()
-    calibration_tokens: int = 28672
+    calibration_tokens: int = 32768
     seq_len: int = 2048
     queries: int = 128
     seed: int = 0

@@ -12,13 +12,35 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 
 class TensorReader(Protocol):
     """Anything that gives tensors by name, as `source.Checkpoint` does."""
 
     def tensor(self, name: str) -> Tensor: ...
+
+
+ATTENTION = "latentfold_sdpa"
+
+
+def _equal_heads_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' sdpa with values zero-padded to the keys' size.
+
+    torch's fused CPU kernel wants heads of one size; without it MLA's attention is four times slower.
+    """
+    size = value.shape[-1]
+    padded = nn.functional.pad(value, (0, query.shape[-1] - size)) if size < query.shape[-1] else value
+    output, weights = sdpa_attention_forward(module, query, key, padded, attention_mask, **kwargs)
+    return output[..., :size], weights
+
+
+AttentionInterface.register(ATTENTION, _equal_heads_sdpa)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class _Recorder(nn.Module):
@@ -52,7 +74,7 @@ class StreamedModel:
     ) -> None:
         self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
         with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+            self.model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype).eval()
         self.decoder = self.model.model
         self.decoder.rotary_emb = type(self.decoder.rotary_emb)(config=config).to(device)
 

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 RECIPE = "latentfold.json"
 PROBE_TOKENS = 48
+LADDER_WINDOWS = 4
 LADDER_SWEEPS = 10
 """Alternations of `fit_slots` when ranking ladders; the chosen one is solved more closely."""
 LAYOUT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -215,9 +216,9 @@ def score_ladders(
 ) -> list[float]:
     """Expected relative error of the attention output from rotation, mean over layers, for each candidate ladder.
 
-    Half the windows are enough to rank ladders.
+    A few windows are enough to rank ladders.
     """
-    tokens = windows.tokens[: (len(windows.tokens) + 1) // 2]
+    tokens = windows.tokens[: max(LADDER_WINDOWS, len(windows.tokens) // 4)]
     frequencies = [ladder.frequencies.to(model.device) for ladder in plan.ladders]
     totals = [0.0] * len(frequencies)
     shape = plan.shape

@@ -323,9 +323,7 @@ class Fault:
     def distort(self, response: Response) -> Response:
         body = response.body
         if self.truncate is not None:
-            return replace(
-                response, body=body[: self.truncate], declared_length=max(len(body), self.truncate + 1)
-            )
+            return replace(response, body=body[: self.truncate], declared_length=max(len(body), self.truncate + 1))
         if self.shorten is not None:
             return replace(response, body=body[: self.shorten])
         return replace(response, body=body[:-1] + bytes(byte ^ 0xFF for byte in body[-1:]))
@@ -747,9 +745,7 @@ class HubServer:
 
     def requests_for(self, method: str, path: str) -> list[LoggedRequest]:
         """The requests whose method and path match, in a fault's sense."""
-        return [
-            each for each in self.requests if re.fullmatch(method, each.method) and re.search(path, each.path)
-        ]
+        return [each for each in self.requests if re.fullmatch(method, each.method) and re.search(path, each.path)]
 
     # What the views ask.
 

@@ -277,9 +277,7 @@ def test_every_kind_of_revision(hub: HubServer, api: HfApi, cache: Path) -> None
         api.create_branch(REPO, branch="try/it")
     for fixed in ("v1", "refs/tags/v1", first.oid):
         with pytest.raises(RevisionNotFoundError):
-            api.upload_file(
-                path_or_fileobj=b"third", path_in_repo="config.json", repo_id=REPO, revision=fixed
-            )
+            api.upload_file(path_or_fileobj=b"third", path_in_repo="config.json", repo_id=REPO, revision=fixed)
 
 
 def test_ranges(hub: HubServer, api: HfApi) -> None:
@@ -542,9 +540,7 @@ def test_server_error_is_retried_on_the_metadata_and_not_on_the_content(
     assert download(api, cache) == WEIGHTS
 
 
-def test_snapshot_that_failed_midway_resumes_with_the_files_it_lacks(
-    hub: HubServer, api: HfApi, cache: Path
-) -> None:
+def test_snapshot_that_failed_midway_resumes_with_the_files_it_lacks(hub: HubServer, api: HfApi, cache: Path) -> None:
     hub.create_repo(REPO, files={f"{number}.safetensors": WEIGHTS + bytes([number]) for number in range(3)})
     hub.fail(Fault("GET", r"/resolve/.*\.safetensors", status=500, after=1))
     with pytest.raises(HfHubHTTPError):
@@ -581,9 +577,7 @@ def test_short_download_is_detected(hub: HubServer, api: HfApi, cache: Path) -> 
 
 
 @pytest.mark.usefixtures("model")
-def test_corrupt_download_is_not_detected_until_checksums_are_verified(
-    hub: HubServer, api: HfApi, cache: Path
-) -> None:
+def test_corrupt_download_is_not_detected_until_checksums_are_verified(hub: HubServer, api: HfApi, cache: Path) -> None:
     hub.fail(Fault("GET", r"/resolve/.*safetensors", corrupt=True))
     content = download(api, cache)
     assert len(content) == len(WEIGHTS)
