@@ -189,7 +189,7 @@ def evaluate_command(original: str, converted: str, json_file: str | None, quiet
     latentfold eval ./llama ./llama-mla --text mine.txt --seq-len 8192 --json result.json
     """
     _quiet_libraries()
-    from latentfold.eval.evaluate import evaluate
+    from latentfold.eval.comparison import evaluate
     from latentfold.eval.report import markdown
 
     if json_file not in (None, "-") and not Path(json_file or "").absolute().parent.is_dir():

@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from latentfold.eval.evaluate import evaluate
+    from latentfold.eval.comparison import evaluate
     from latentfold.eval.records import Evaluation
 
 __all__ = ["Evaluation", "evaluate"]
 
 
-_HOMES = {"evaluate": "evaluate", "Evaluation": "records"}
+_HOMES = {"evaluate": "comparison", "Evaluation": "records"}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from transformers import DeepseekV3ForCausalLM
 
 from tests.conftest import DEFAULT_ROPE, LINEAR_ROPE, LLAMA3_ROPE, MakeModel, load, random_tokens
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "mha": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "mqa": {"num_attention_heads": 4, "num_key_value_heads": 1},
@@ -23,7 +23,7 @@ SHAPES = {
     "tied": {"tie_word_embeddings": True},
     "sharded": {"max_shard_size": "3KB"},
 }
-ROPES = {"default": DEFAULT_ROPE, "llama3": LLAMA3_ROPE, "linear": LINEAR_ROPE}
+ROPES: dict[str, dict[str, Any]] = {"default": DEFAULT_ROPE, "llama3": LLAMA3_ROPE, "linear": LINEAR_ROPE}
 
 
 @pytest.mark.parametrize("rope", ROPES)

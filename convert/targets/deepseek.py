@@ -47,8 +47,11 @@ class Ladder:
     @property
     def frequencies(self) -> Tensor:
         """(S,) inverse frequencies in float64, computed by the stock class itself."""
+        reach = self.parameters.get("original_max_position_embeddings", 1) * self.parameters.get("factor", 1.0)
         config = DeepseekV3Config(
-            qk_rope_head_dim=self.rope_dim, rope_parameters=dict(self.parameters), max_position_embeddings=1 << 20
+            qk_rope_head_dim=self.rope_dim,
+            rope_parameters=dict(self.parameters),
+            max_position_embeddings=max(1, round(reach)),
         )
         return DeepseekV3RotaryEmbedding(config).inv_freq.to(torch.float64)
 
@@ -79,35 +82,38 @@ def ladders(source: dict[str, Any], head_dim: int, rope_dim: int, max_positions:
     span = rope_dim / head_dim
     exponents = sorted({1.0, span, *(span + (1 - span) * k / 6 for k in range(1, 6)), 1.15, 1.3})
     exponents.sort(key=lambda e: abs(e - 1.0))
-    kind = source["rope_type"]
-    bends: list[dict[str, Any]] = []
-    if kind == "llama3":
-        bends.append(
-            {
-                "factor": float(source["factor"]),
-                "original_max_position_embeddings": int(source["original_max_position_embeddings"]),
-                "beta_fast": float(source["high_freq_factor"]),
-                "beta_slow": float(source["low_freq_factor"]),
-            }
-        )
-    elif kind == "linear":
-        # both bounds above the fastest rotation: every slot but the first is interpolated, as the source is
-        bends.append(
-            {
-                "factor": float(source["factor"]),
-                "original_max_position_embeddings": max_positions,
-                "beta_fast": float(max_positions),
-                "beta_slow": float(max_positions),
-            }
-        )
     found: list[Ladder] = []
     for exponent in exponents:
         base = theta**exponent
-        for bend in bends:
-            mscale = {"mscale": 1.0, "mscale_all_dim": 1.0}
-            found.append(Ladder({"rope_type": "yarn", "rope_theta": base, **bend, **mscale}, rope_dim))
+        bend = _bend(source, base, rope_dim, max_positions)
+        if bend:
+            both = {"mscale": 1.0, "mscale_all_dim": 1.0}  # equal, so that cos and sin carry no factor
+            found.append(Ladder({"rope_type": "yarn", "rope_theta": base, **bend, **both}, rope_dim))
         found.append(Ladder({"rope_type": "default", "rope_theta": base}, rope_dim))
     return found
+
+
+def _bend(source: dict[str, Any], base: float, rope_dim: int, max_positions: int) -> dict[str, Any] | None:
+    """Yarn parameters under which a ladder divides by the source's factor where the source does."""
+    if source["rope_type"] == "llama3":
+        return {
+            "factor": float(source["factor"]),
+            "original_max_position_embeddings": int(source["original_max_position_embeddings"]),
+            "beta_fast": float(source["high_freq_factor"]),
+            "beta_slow": float(source["low_freq_factor"]),
+        }
+    if source["rope_type"] == "linear":
+        # yarn's ramp runs from slot floor(c) to ceil(c), c = rope_dim log(original / (2 pi beta)) / (2 log base), both
+        # clipped at 0: with c = -1/4 it is a step, and every slot but the first is divided
+        original = max(1, round(max_positions / float(source["factor"])))
+        beta = original / (2 * math.pi) * base ** (0.5 / rope_dim)
+        return {
+            "factor": float(source["factor"]),
+            "original_max_position_embeddings": original,
+            "beta_fast": beta,
+            "beta_slow": beta,
+        }
+    return None
 
 
 def residual_scale(eps: float, dtype: torch.dtype) -> float:

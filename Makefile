@@ -1,0 +1,31 @@
+# make demo   convert a real small model and compare it with its original
+# make test   the tests (tiny models, a few minutes);  make test-slow adds those on the real model
+# make check  format, lint, types, tests
+# make bench  time and memory of the demo conversion
+PYTHON ?= python
+MODELS ?= models
+WORKERS ?= 2
+
+.PHONY: demo test test-slow check bench
+
+demo: $(MODELS)/smollm2-135m/config.json
+	latentfold convert $(MODELS)/smollm2-135m $(MODELS)/smollm2-135m-mla --kv-rank 96 --rope-dim 32 --overwrite
+	latentfold eval $(MODELS)/smollm2-135m $(MODELS)/smollm2-135m-mla --json $(MODELS)/smollm2-135m-mla.eval.json
+
+$(MODELS)/smollm2-135m/config.json:
+	$(PYTHON) benchmarks/fetch_smollm2.py $(MODELS)/smollm2-135m
+
+test:
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(WORKERS)
+
+test-slow: $(MODELS)/smollm2-135m/config.json
+	LATENTFOLD_SMOLLM2=$(MODELS)/smollm2-135m $(PYTHON) -m pytest -q -m slow
+
+check:
+	ruff format --check .
+	ruff check .
+	mypy convert eval tests benchmarks
+	$(MAKE) test
+
+bench: $(MODELS)/smollm2-135m/config.json
+	$(PYTHON) benchmarks/convert_cost.py $(MODELS)/smollm2-135m
