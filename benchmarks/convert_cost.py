@@ -38,13 +38,14 @@ def main() -> None:
     """Measure one conversion in a process of its own."""
     source = sys.argv[1]
     defaults = ConversionConfig(source=source, output="unused")
-    forward = forward_seconds(source, defaults.calibration_tokens, defaults.seq_len)
+    # first, while this process is small: a child's peak is at least its parent's at the fork
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "latentfold.convert.cli", "convert", source, out, "--quiet"]
         start = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    forward = forward_seconds(source, defaults.calibration_tokens, defaults.seq_len)
     print(f"{seconds:.0f} s, {peak:.2f} GiB; one forward pass over the text: {forward:.0f} s", file=sys.stderr)
     result = {
         "seconds": round(seconds, 1),

@@ -34,17 +34,21 @@ DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 class CheckpointWriter:
-    """Writes a planned set of tensors to `out`, or continues an interrupted run with the same `recipe`.
+    """Writes a planned set of tensors to `out`, or continues an interrupted run with the same `key`.
 
     Args:
         out: the output folder.
         tensors: every tensor's plan.
         shards: which file holds which tensor.
-        recipe: everything the tensors depend on; an interrupted run is continued only if it is equal.
-        overwrite: replace what `out` holds when finishing, and discard an interrupted run with another recipe.
+        key: everything the tensors depend on; an interrupted run is continued only if it is equal.
+        overwrite: replace what `out` holds when finishing, and discard an interrupted run with another key.
+
+    Attributes:
+        records: what was noted of each step done.
+        moving: an earlier run was interrupted after everything was written, while moving it to its place.
 
     Raises:
-        InputError: `out` holds an interrupted run with another recipe.
+        InputError: `out` holds an interrupted run with another key.
     """
 
     def __init__(
@@ -52,42 +56,54 @@ class CheckpointWriter:
         out: Path,
         tensors: Mapping[str, TensorPlan],
         shards: StateDictSplit,
-        recipe: Mapping[str, Any],
+        key: Mapping[str, Any],
         *,
         overwrite: bool = False,
     ) -> None:
         self.out, self.tensors, self.shards = out, tensors, shards
         self.folder = out / PARTIAL
-        self.recipe = json.loads(json.dumps(recipe))
+        self.key = json.loads(json.dumps(key))
         self.overwrite = overwrite
         self.records: dict[str, Any] = {}
+        self.moving: list[str] = []
         self._offsets: dict[str, tuple[Path, int]] = {}
-        previous = self._read_journal()
-        if previous is not None and previous.get("recipe") == self.recipe:
-            self.records = previous["records"]
-        elif self.folder.exists():
-            if previous is not None and not overwrite:
-                raise InputError(
-                    f"{out}: holds an interrupted conversion with other options; "
-                    "repeat those, choose another folder or pass --overwrite"
-                )
-            shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for file, names in shards.filename_to_tensors.items():
-            self._lay_out(self.folder / file, names)
+        layouts = {self.folder / file: self._layout(file, names) for file, names in shards.filename_to_tensors.items()}
+        previous = _read_journal(out)
+        if previous is not None and previous.get("key") == self.key:
+            whole = all(path.is_file() and path.stat().st_size == size for path, (_, size) in layouts.items())
+            self.moving = previous["moving"]
+            self.overwrite |= previous["overwrite"]
+            self.records = previous["records"] if whole or self.moving else {}
+        elif previous is not None and not overwrite:
+            raise InputError(
+                f"{out}: holds an interrupted conversion with other options; "
+                "repeat those, choose another folder or pass --overwrite"
+            )
+        if not self.records:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            for path, (header, size) in layouts.items():
+                with open(path, "wb") as file:
+                    file.write(header)
+                    file.truncate(size)
         self._write_journal()
 
-    def _read_journal(self) -> dict[str, Any] | None:
-        try:
-            data = json.loads((self.folder / JOURNAL).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return data if isinstance(data, dict) else None
+    @staticmethod
+    def files_being_moved(out: Path) -> set[str]:
+        """Names that a run interrupted while finishing may already have moved to `out`."""
+        return set((_read_journal(out) or {}).get("moving", []))
 
     def _write_journal(self) -> None:
-        replace_text(self.folder / JOURNAL, json.dumps({"recipe": self.recipe, "records": self.records}))
+        state = {
+            "key": self.key,
+            "records": self.records,
+            "moving": self.moving,
+            "overwrite": self.overwrite,
+        }
+        replace_text(self.folder / JOURNAL, json.dumps(state))
 
-    def _lay_out(self, path: Path, names: Iterable[str]) -> None:
+    def _layout(self, file: str, names: Iterable[str]) -> tuple[bytes, int]:
+        """A shard's header and size; notes where each tensor goes."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in names:
@@ -102,12 +118,8 @@ class CheckpointWriter:
         text += b" " * (-len(text) % 8)
         start = 8 + len(text)
         for name in names:
-            self._offsets[name] = (path, start + header[name]["data_offsets"][0])
-        if path.exists() and path.stat().st_size == start + end:
-            return
-        with open(path, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(start + end)
+            self._offsets[name] = (self.folder / file, start + header[name]["data_offsets"][0])
+        return len(text).to_bytes(8, "little") + text, start + end
 
     def done(self, step: str) -> bool:
         """Whether `step` was completed, now or in an interrupted run."""
@@ -154,15 +166,26 @@ class CheckpointWriter:
         return {path.name: sha256(path) for path in sorted(self.folder.iterdir()) if path.name != JOURNAL}
 
     def finish(self) -> None:
-        """Move everything to its final place, config.json last."""
-        if self.overwrite:
-            for path in self.out.iterdir():
-                if path.name != PARTIAL:
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        for path in sorted(self.folder.iterdir(), key=lambda p: p.name == "config.json"):
-            if path.name != JOURNAL:
-                os.replace(path, self.out / path.name)
+        """Move everything to its final place, config.json last; interrupted, it is taken up again."""
+        if not self.moving:
+            self.moving = sorted(path.name for path in self.folder.iterdir() if path.name != JOURNAL)
+            self._write_journal()
+        waiting = {path.name for path in self.folder.iterdir()}
+        for path in self.out.iterdir() if self.overwrite else ():
+            old = path.name not in self.moving or path.name in waiting
+            if old and path.name != PARTIAL:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for name in sorted(waiting - {JOURNAL}, key=lambda name: name == "config.json"):
+            os.replace(self.folder / name, self.out / name)
         shutil.rmtree(self.folder)
+
+
+def _read_journal(out: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads((out / PARTIAL / JOURNAL).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
 
 
 def replace_text(path: Path, text: str) -> None:

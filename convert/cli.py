@@ -23,7 +23,7 @@ def _user_errors(command: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return command(*args, **kwargs)
         except InputError as error:
-            click.echo(f"Error: {error}", err=True)
+            click.echo("Error: " + " ".join(str(error).split()), err=True)
             sys.exit(DATA_ERRORS)
         except KeyboardInterrupt:
             click.echo("\nInterrupted. The same command continues where it stopped.", err=True)
@@ -38,6 +38,18 @@ def _quiet_libraries() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def _check_writable(name: str) -> None:
+    """Find out before the work, not after it, that its result cannot be written."""
+    path = Path(name)
+    try:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise InputError(f"--json {name}: expected a file in a folder that exists")
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise InputError(f"--json {name}: cannot be written ({error.strerror})") from error
 
 
 class FilesCommand(click.Command):
@@ -192,8 +204,8 @@ def evaluate_command(original: str, converted: str, json_file: str | None, quiet
     from latentfold.eval.comparison import evaluate
     from latentfold.eval.report import markdown
 
-    if json_file not in (None, "-") and not Path(json_file or "").absolute().parent.is_dir():
-        raise InputError(f"--json {json_file}: its folder does not exist")
+    if json_file and json_file != "-":
+        _check_writable(json_file)
     found = evaluate(original, converted, progress=not quiet, **options)
     data = json.dumps(found.to_dict(), indent=2)
     if json_file == "-":

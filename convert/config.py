@@ -72,6 +72,8 @@ class ConversionConfig:
             )
         if self.queries < 1:
             raise InputError(f"queries {self.queries}: expected at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"--seed {self.seed}: expected 0 to 2^63 - 1")
         resolve_device(self.device)
 
     @property
@@ -95,7 +97,8 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {name}: not available here ({str(error).splitlines()[0]})") from error
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0][:150]
+        raise InputError(f"--device {name}: not available here ({reason})") from error
     return device

@@ -81,8 +81,16 @@ def _jsonl_text(path: Path, number: int, line: str) -> str:
             if isinstance(row.get(key), str):
                 return str(row[key])
         if isinstance(row.get("messages"), list):
-            return "\n\n".join(str(m.get("content", "")) for m in row["messages"] if isinstance(m, dict))
+            return "\n\n".join(_message_text(m) for m in row["messages"] if isinstance(m, dict))
     raise InputError(f"{path}, line {number}: expected an object with `text`, `content` or `messages`")
+
+
+def _message_text(message: dict[str, Any]) -> str:
+    """The text of a chat message: a string, or the text parts of a list; tool calls and images have none."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def leading_tokens(tokenizer: Any) -> list[int]:
@@ -102,7 +110,14 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
 
 
 def make_windows(
-    documents: Sequence[Document], tokenizer: Any, *, length: int, count: int, purpose: str, skip: int = 0
+    documents: Sequence[Document],
+    tokenizer: Any,
+    *,
+    length: int,
+    count: int,
+    purpose: str,
+    vocab_size: int,
+    skip: int = 0,
 ) -> Windows:
     """Up to `count` windows of `length` tokens, taken from the documents in turn so that each is represented.
 
@@ -110,7 +125,7 @@ def make_windows(
     passed over first.
 
     Raises:
-        InputError: the documents together do not fill one window.
+        InputError: the documents together do not fill one window, or a token is none of the model's.
     """
     lead = leading_tokens(tokenizer)
     body = length - len(lead)
@@ -131,5 +146,11 @@ def make_windows(
                 rows.append(torch.cat([torch.tensor(lead, dtype=torch.long), chunk]))
         position += 1
     tokens = torch.stack(rows)
+    largest = int(tokens.max())
+    if largest >= vocab_size:
+        raise InputError(
+            f"{purpose} text: the tokenizer gives token {largest}, the model has {vocab_size}; "
+            "expected the model's own tokenizer"
+        )
     used = tuple(d.name for d, n in zip(documents, available, strict=True) if n)
     return Windows(tokens, used, hashlib.sha256(tokens.numpy().tobytes()).hexdigest())

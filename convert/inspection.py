@@ -153,6 +153,6 @@ def _unusual(config: Any, shape: ModelShape) -> list[str]:
         found.append("quantized weights")
     if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         found.append("mixture of experts")
-    if config.tie_word_embeddings:
+    if getattr(config, "tie_word_embeddings", False):
         found.append("tied embeddings")
     return found

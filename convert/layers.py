@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from latentfold.convert.errors import InputError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -74,7 +75,11 @@ class StreamedModel:
     ) -> None:
         self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
         with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype).eval()
+            self.model: Any = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, dtype=dtype
+            ).eval()
+        if not hasattr(getattr(self.model, "model", None), "rotary_emb"):
+            raise InputError(f"model type {config.model_type!r}: expected a decoder with rotary embeddings")
         self.decoder = self.model.model
         self.decoder.rotary_emb = type(self.decoder.rotary_emb)(config=config).to(device)
 
@@ -91,6 +96,12 @@ class StreamedModel:
         state = {
             name: self.checkpoint.tensor(prefix + name).to(self.device, self.dtype) for name in module.state_dict()
         }
+        for name, meta in module.state_dict().items():
+            if state[name].shape != meta.shape:
+                raise InputError(
+                    f"tensor {prefix + name}: expected shape {list(meta.shape)}, as config.json says, "
+                    f"found {list(state[name].shape)}"
+                )
         module.load_state_dict(state, strict=True, assign=True)
 
     @contextmanager

@@ -91,16 +91,26 @@ def prepare(config: ConversionConfig) -> tuple[ConversionPlan, Any, Windows]:
         InputError: see `make_plan`; also calibration text that is missing, empty or too short.
     """
     checkpoint = open_checkpoint(config.source, revision=config.revision, token=config.token)
-    make_plan(config, checkpoint)  # refuse by config.json before anything else is read or downloaded
+    plan = make_plan(config, checkpoint)  # refuse by config.json before anything else is read or downloaded
     documents = read_documents(config.calibration) if config.calibration else default_calibration()
     checkpoint = download(checkpoint, token=config.token, weights=False)
     tokenizer = load_tokenizer(checkpoint)
     count = config.calibration_tokens // config.seq_len
-    windows = make_windows(documents, tokenizer, length=config.seq_len, count=count, purpose="calibration")
+    windows = make_windows(
+        documents,
+        tokenizer,
+        length=config.seq_len,
+        count=count,
+        purpose="calibration",
+        vocab_size=plan.shape.vocab_size,
+    )
+    load_generation_config(checkpoint)
     make_plan(config, with_headers(checkpoint, config.token))  # and by file headers before the weights are
     checkpoint = download(checkpoint, token=config.token)
     checkpoint.read_headers()
-    return make_plan(config, checkpoint), tokenizer, windows
+    plan = make_plan(config, checkpoint)
+    checkpoint.check_values()
+    return plan, tokenizer, windows
 
 
 def dry_run(config: ConversionConfig) -> ConversionPlan:
@@ -126,17 +136,38 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(checkpoint.folder)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # a damaged tokenizer raises whatever its parser meets
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"{checkpoint.name}: expected a tokenizer beside the weights, found none usable ({reason})"
         ) from error
 
 
+def load_generation_config(checkpoint: Checkpoint) -> Any | None:
+    """The checkpoint's generation config, or None.
+
+    Raises:
+        InputError: there is one that cannot be read.
+    """
+    from transformers import GenerationConfig
+
+    path = checkpoint.folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(checkpoint.folder)
+    except Exception as error:  # whatever its validation meets
+        raise InputError(f"{path}: not a generation config ({' '.join(str(error).split())[:150]})") from error
+
+
 def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows: Windows) -> ConversionResult:
     """Do the work of a prepared conversion; continues an interrupted run of the same recipe."""
     recipe = starting_recipe(config, plan, windows)
-    writer = CheckpointWriter(config.output_path, plan.tensors, plan.shards, recipe, overwrite=config.overwrite)
+    key = recipe | {"source_files": plan.checkpoint.stamps()}
+    writer = CheckpointWriter(config.output_path, plan.tensors, plan.shards, key, overwrite=config.overwrite)
+    if writer.moving:
+        writer.finish()
+        return ConversionResult(config.output_path, json.loads((config.output_path / RECIPE).read_text("utf-8")))
     model = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
     if not writer.done("ladder"):
         scores = score_ladders(model, plan, windows, config)
@@ -436,15 +467,11 @@ def write_small_files(plan: ConversionPlan, ladder: deepseek.Ladder, tokenizer: 
     again = AutoTokenizer.from_pretrained(folder)
     if not torch.equal(tokenize(tokenizer, sample), tokenize(again, sample)):
         raise RuntimeError(f"{plan.checkpoint.name}: its tokenizer does not survive saving; please report this")
-    source = plan.checkpoint.folder / "generation_config.json"
-    if source.is_file():
-        generation = GenerationConfig.from_pretrained(plan.checkpoint.folder)
-    else:
-        generation = GenerationConfig(
-            bos_token_id=plan.config.bos_token_id,
-            eos_token_id=plan.config.eos_token_id,
-            pad_token_id=plan.config.pad_token_id,
-        )
+    generation = load_generation_config(plan.checkpoint) or GenerationConfig(
+        bos_token_id=plan.config.bos_token_id,
+        eos_token_id=plan.config.eos_token_id,
+        pad_token_id=plan.config.pad_token_id,
+    )
     generation.save_pretrained(folder)
 
 

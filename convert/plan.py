@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
-from latentfold.convert.checkpoint import PARTIAL
+from latentfold.convert.checkpoint import PARTIAL, CheckpointWriter
 from latentfold.convert.config import OUTPUT_DTYPES, ConversionConfig
 from latentfold.convert.errors import InputError
 from latentfold.convert.families import require_family
@@ -97,25 +97,40 @@ def read_config(checkpoint: Checkpoint) -> Any:
         raise InputError(f"{checkpoint.name}: config.json is not valid: {' '.join(str(error).split())}") from error
 
 
-def check_output(config: ConversionConfig) -> None:
+def check_output(config: ConversionConfig, checkpoint: Checkpoint) -> None:
     """Refuse an output folder that cannot or must not be written.
 
     Raises:
         InputError: OUT is not a folder, not empty, not writable, or overlaps the source.
     """
+    if not config.output.strip():
+        raise InputError("OUT is empty; expected a folder to write to")
+    try:
+        _check_output(config, checkpoint)
+    except InputError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:  # names too long, link loops, NUL bytes
+        raise InputError(f"{config.output}: not usable as a folder ({error})") from error
+
+
+def _check_output(config: ConversionConfig, checkpoint: Checkpoint) -> None:
     out = config.output_path.absolute()
-    if out.exists() and not out.is_dir():
+    if out.is_symlink() and not out.exists():
+        raise InputError(f"{config.output}: is a link to nothing; expected a folder to write to")
+    if (out.exists() and not out.is_dir()) or ((out / PARTIAL).exists() and not (out / PARTIAL).is_dir()):
         raise InputError(f"{config.output}: is a file; expected a folder to write to")
-    source = Path(config.source).absolute()
-    if source.is_dir():
-        real_out, real_source = out.resolve(), source.resolve()
-        if real_out == real_source or real_source in real_out.parents:
-            raise InputError(f"{config.output}: lies inside the source {config.source}; choose another folder")
-        if real_out in real_source.parents and config.overwrite:
-            raise InputError(f"{config.output}: holds the source {config.source}; --overwrite would delete it")
-    if out.is_dir() and not config.overwrite:
-        found = sorted(p.name for p in out.iterdir() if p.name != PARTIAL)
-        if found and not (out / PARTIAL).is_dir():
+    real_out, source = out.resolve(), checkpoint.folder.resolve()
+    if real_out == source or source in real_out.parents:
+        raise InputError(f"{config.output}: lies inside the source {config.source}; choose another folder")
+    if config.overwrite:
+        if real_out == Path.cwd() or real_out in Path.cwd().parents:
+            raise InputError(f"{config.output}: is or holds the current folder; --overwrite would empty it")
+        for path in (source, *source.iterdir(), *(Path(file) for file in config.calibration)):
+            if real_out in path.resolve().parents:
+                raise InputError(f"{config.output}: holds {path}, which is needed; --overwrite would delete it")
+    elif out.is_dir():
+        found = sorted(path.name for path in out.iterdir() if path.name != PARTIAL)
+        if found and not set(found) <= CheckpointWriter.files_being_moved(out):
             raise InputError(
                 f"{config.output}: not empty (holds {found[0]}); choose another folder or pass --overwrite"
             )
@@ -183,7 +198,7 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
     Raises:
         InputError: for anything that would fail or give a wrong model later.
     """
-    check_output(config)
+    check_output(config, checkpoint)
     model = read_config(checkpoint)
     shape = model_shape(model)
     family = require_family(checkpoint.name, model, shape)
@@ -191,6 +206,9 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
     kv_rank = config.kv_rank or proposal.kv_rank
     rope_dim = config.rope_dim or proposal.rope_dim
     check_sizes(shape, kv_rank, rope_dim)
+    limit = model.max_position_embeddings
+    if config.seq_len > limit:
+        raise InputError(f"--seq-len {config.seq_len}: {checkpoint.name} takes at most {limit} positions; try {limit}")
     tied = bool(model.tie_word_embeddings)
     if checkpoint.headers:
         check_tensors(checkpoint, family, shape, tied=tied)
@@ -244,6 +262,8 @@ def _output_tensors(family: Family, shape: ModelShape, kv_rank: int, rope_dim: i
 
 def _split(tensors: dict[str, TensorPlan], max_shard_size: str) -> StateDictSplit:
     try:
+        if max_shard_size.strip().startswith(("-", "0")):
+            raise ValueError("not positive")
         return split_state_dict_into_shards_factory(
             tensors,
             get_storage_size=lambda tensor: tensor.nbytes,

@@ -74,8 +74,14 @@ def model_shape(config: Any) -> ModelShape:
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     layers = getattr(text, "num_hidden_layers", None)
-    if not heads or not layers:
-        raise InputError(f"model type {config.model_type!r}: expected a decoder with attention heads, found none")
+    if not heads or not layers or heads < 1 or layers < 1:
+        raise InputError(
+            f"model type {config.model_type!r}: expected a decoder with layers and attention heads, "
+            f"found {layers} layers and {heads} heads"
+        )
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise InputError(f"{heads} attention heads over {kv_heads} KV heads: expected a whole number of heads each")
     rank = getattr(text, "kv_lora_rank", None)
     return ModelShape(
         vocab_size=text.vocab_size,
@@ -83,7 +89,7 @@ def model_shape(config: Any) -> ModelShape:
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        num_kv_heads=kv_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         windows=_windows(text, layers),
         kv_lora_rank=rank,

@@ -52,6 +52,7 @@ class Checkpoint:
         Raises:
             InputError: no safetensors, a shard is missing, or a file is cut off.
         """
+        self.headers = {}
         for file, expected in _shards(self.folder).items():
             path = self.folder / file
             if not path.is_file():
@@ -65,6 +66,9 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise InputError(f"{path}: not a complete safetensors file ({error}); download it again") from error
 
+        if not self.headers:
+            raise InputError(f"{self.name}: its safetensors hold no tensors; download the checkpoint again")
+
     def tensor(self, name: str) -> Tensor:
         """One tensor as stored.
 
@@ -75,6 +79,21 @@ class Checkpoint:
             raise InputError(f"tensor {name} is missing from {self.name}")
         with safe_open(self.folder / self.headers[name].file, framework="pt") as shard:
             return shard.get_tensor(name)
+
+    def check_values(self) -> None:
+        """Read everything once, so that damage shows before anything is written.
+
+        Raises:
+            InputError: a tensor holds infinite or undefined values.
+        """
+        for name, header in self.headers.items():
+            if not torch.isfinite(self.tensor(name)).all():
+                raise InputError(f"tensor {name} in {header.file}: holds infinite or undefined values")
+
+    def stamps(self) -> dict[str, list[int]]:
+        """Size and modification time (ns) of every shard: whether the source is still the same."""
+        stats = {file: (self.folder / file).stat() for file in sorted({h.file for h in self.headers.values()})}
+        return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,8 +113,13 @@ def _shards(folder: Path) -> dict[str, set[str] | None]:
     index = folder / INDEX
     if index.is_file():
         files: dict[str, set[str] | None] = {}
-        for name, file in _read_json(index).get("weight_map", {}).items():
-            files.setdefault(file, set()).add(name)  # type: ignore[union-attr]
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise InputError(f"{index}: expected a `weight_map` from tensor names to files")
+        for name, file in weight_map.items():
+            names = files.setdefault(file, set())
+            assert names is not None
+            names.add(name)
         return files
     if (folder / SINGLE).is_file():
         return {SINGLE: None}
@@ -108,7 +132,12 @@ def _shards(folder: Path) -> dict[str, set[str] | None]:
     raise InputError(f"{folder}: no {SINGLE} and no {INDEX}; expected a safetensors checkpoint")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        InputError: unreadable, or something else than an object.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -120,7 +149,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def is_local(name: str) -> bool:
     """Whether `name` means a folder (it exists, or it cannot be a Hub id)."""
-    return Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".")
+    try:
+        exists = Path(name).exists()
+    except (OSError, ValueError):
+        exists = False
+    return exists or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".")
 
 
 def open_checkpoint(
@@ -137,15 +170,15 @@ def open_checkpoint(
     name = os.fspath(name)
     if is_local(name):
         folder = Path(name)
-        if not folder.is_dir():
+        if not os.path.isdir(name):
             raise InputError(f"{name}: no such folder, and not a Hub id of the form org/model")
         if not (folder / "config.json").is_file():
             raise InputError(f"{name}: no config.json; expected the folder of a transformers checkpoint")
-        return Checkpoint(folder, name, None, _read_json(folder / "config.json"))
+        return Checkpoint(folder, name, None, read_json(folder / "config.json"))
     config = Path(_from_hub(name, ["config.json"], revision, token)) / "config.json"
     if not config.is_file():
         raise InputError(f"{name}: no config.json on the Hub (or in the local cache); expected a transformers model")
-    return Checkpoint(config.parent, name, config.parent.name, _read_json(config))
+    return Checkpoint(config.parent, name, config.parent.name, read_json(config))
 
 
 def download(checkpoint: Checkpoint, *, token: str | None = None, weights: bool = True) -> Checkpoint:
@@ -159,7 +192,7 @@ def download(checkpoint: Checkpoint, *, token: str | None = None, weights: bool 
     folder = Path(_from_hub(checkpoint.name, SMALL_FILES, checkpoint.revision, token))
     if weights:
         index = folder / INDEX
-        wanted = sorted(set(_read_json(index)["weight_map"].values())) if index.is_file() else [SINGLE]
+        wanted = sorted(_shards(folder)) if index.is_file() else [SINGLE]
         folder = Path(_from_hub(checkpoint.name, wanted, checkpoint.revision, token))
     return Checkpoint(folder, checkpoint.name, checkpoint.revision, checkpoint.config)
 
@@ -227,3 +260,5 @@ def _from_hub(name: str, patterns: list[str], revision: str | None, token: str |
         raise InputError(f"{name}: no such folder, and not a valid Hub id") from error
     except (HfHubHTTPError, OSError) as error:
         raise InputError(f"{name}: the Hub answered with an error: {str(error).splitlines()[0]}") from error
+    except ValueError as error:  # such as a malformed HF_ENDPOINT
+        raise InputError(f"{name}: the Hub cannot be asked: {str(error).splitlines()[0]}") from error

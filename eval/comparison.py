@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
 from collections.abc import Sequence
 from importlib import resources
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from latentfold.convert.layers import StreamedModel, attention_inputs
 from latentfold.convert.pipeline import RECIPE, load_tokenizer
 from latentfold.convert.plan import read_config
 from latentfold.convert.shapes import model_shape
-from latentfold.convert.source import Checkpoint, download, open_checkpoint
+from latentfold.convert.source import Checkpoint, download, open_checkpoint, read_json
 from latentfold.eval.cache import cache_size
 from latentfold.eval.predictions import TokenScores, agreement, nll, position_buckets, score_tokens
 from latentfold.eval.records import Evaluation, LayerError
@@ -83,7 +81,7 @@ def evaluate(
         if limit and seq_len > limit:
             raise InputError(f"--seq-len {seq_len}: {checkpoint.name} takes at most {limit} positions")
         models.append(StreamedModel(checkpoint, config, DTYPES[dtype], torch_device))
-    recipe = _recipe(b)
+    recipe = _recipe(b, models[1].num_layers)
     scores, layers = _sweep(models[0], models[1], tokens, recipe, progress)
     caches = []
     for model, checkpoint in zip(models, (a, b), strict=True):
@@ -129,16 +127,32 @@ def _open(name: str, revision: str | None, token: str | None) -> Checkpoint:
 def _windows(
     a: Checkpoint, b: Checkpoint, documents: Sequence[Document], length: int, count: int, skip: int
 ) -> Windows:
+    sizes = [model_shape(read_config(checkpoint)).vocab_size for checkpoint in (a, b)]
+    if sizes[0] != sizes[1]:
+        raise InputError(f"{a.name} has {sizes[0]} tokens, {b.name} {sizes[1]}; expected models with one vocabulary")
     tokenizer, other = load_tokenizer(a), load_tokenizer(b)
     sample = documents[0].text[:2000]
     if not torch.equal(tokenize(tokenizer, sample), tokenize(other, sample)):
         raise InputError(f"{a.name} and {b.name} tokenize the text differently; expected models with one tokenizer")
-    return make_windows(documents, tokenizer, length=length, count=count, purpose="evaluation", skip=skip)
+    return make_windows(
+        documents, tokenizer, length=length, count=count, purpose="evaluation", vocab_size=sizes[0], skip=skip
+    )
 
 
-def _recipe(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    path = Path(checkpoint.folder) / RECIPE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def _recipe(checkpoint: Checkpoint, num_layers: int) -> dict[str, Any] | None:
+    """What the conversion recorded, or None for a checkpoint without a record.
+
+    Raises:
+        InputError: there is a record, but not of this model.
+    """
+    path = checkpoint.folder / RECIPE
+    if not path.is_file():
+        return None
+    recipe = read_json(path)
+    scale, layers = recipe.get("residual_scale"), recipe.get("layers")
+    if not isinstance(scale, (int, float)) or not isinstance(layers, list) or len(layers) != num_layers:
+        raise InputError(f"{path}: not the record of this conversion; convert again")
+    return recipe
 
 
 @torch.no_grad()

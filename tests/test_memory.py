@@ -10,11 +10,11 @@ from pathlib import Path
 from tests.conftest import MakeModel
 
 CODE = """
-import resource, sys
+import re, sys
 from latentfold.convert import convert_checkpoint
 convert_checkpoint(sys.argv[1], sys.argv[2], kv_rank=32, rope_dim=16, calibration=(sys.argv[3],),
                    calibration_tokens=512, seq_len=64, progress=False)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+print(int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024)
 """
 
 

@@ -78,17 +78,26 @@ def judge(config: Any, shape: ModelShape) -> Verdict:
         reasons.append("attention bias (attention_bias: true): the portable target has none")
     if getattr(config, "mlp_bias", False):
         reasons.append("MLP bias (mlp_bias: true): the portable target has none")
-    if config.hidden_act != "silu":
+    if config.hidden_act not in ("silu", "swish"):
         reasons.append(f"activation {config.hidden_act!r}: the portable target's MLP is SiLU")
     rope = config.rope_parameters or {}
     kind = rope.get("rope_type")
     if kind not in CONVERTIBLE_ROPE:
         reasons.append(f"rope type {kind!r}; supported: {', '.join(CONVERTIBLE_ROPE)}")
+    theta, factor = rope.get("rope_theta"), rope.get("factor", 1.0)
+    if kind in CONVERTIBLE_ROPE and not (_above(theta, 1) and _above(factor, 0)):
+        reasons.append(f"rope_theta {theta!r}, factor {factor!r}: expected numbers above 1 and 0")
+    if not _above(config.rms_norm_eps, 0):
+        reasons.append(f"rms_norm_eps {config.rms_norm_eps!r}: expected a positive number")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         reasons.append(f"partial rotary embedding (factor {rope['partial_rotary_factor']})")
     if shape.head_dim % 2:
         reasons.append(f"odd head_dim {shape.head_dim}")
     return Verdict(None if reasons else FAMILIES[model_type], tuple(reasons))
+
+
+def _above(value: Any, bound: float) -> bool:
+    return isinstance(value, (int, float)) and value > bound
 
 
 def require_family(name: str, config: Any, shape: ModelShape) -> Family:

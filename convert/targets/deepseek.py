@@ -207,7 +207,7 @@ def target_config(source: Any, ladder: Ladder, head_dim: int, rank: int, dtype: 
         "num_hidden_layers": source.num_hidden_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "hidden_act": source.hidden_act,
+        "hidden_act": "silu",
         "max_position_embeddings": source.max_position_embeddings,
         "initializer_range": source.initializer_range,
         "rms_norm_eps": LATENT_EPS,
