@@ -44,8 +44,10 @@ def _check_writable(name: str) -> None:
     """Find out before the work, not after it, that its result cannot be written."""
     path = Path(name)
     try:
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise InputError(f"--json {name}: expected a file in a folder that exists")
+        if path.is_dir():
+            raise InputError(f"--json {name}: is a folder; expected a file")
+        if not path.absolute().parent.is_dir():
+            raise InputError(f"--json {name}: its folder does not exist")
         with open(path, "a", encoding="utf-8"):
             pass
     except OSError as error:
@@ -132,7 +134,7 @@ def inspect(model: str, as_json: bool, revision: str | None, token: str | None) 
     "Text from your own domain helps; never use text you will evaluate on.",
 )
 @click.option("--calibration-tokens", type=int, default=32768, show_default=True, help="Tokens to use, at most.")
-@click.option("--seq-len", type=int, default=2048, show_default=True, help="Tokens of a calibration window.")
+@click.option("--seq-len", type=int, help="Tokens of a calibration window; default: 4096, or what the model takes.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampled query positions.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, ...; auto: a GPU if any.")
 @click.option("--dtype", default="auto", show_default=True, help="Stored dtype: bfloat16, float32; auto: the source's.")
@@ -180,7 +182,7 @@ def convert(model: str, out: str, dry_run: bool, quiet: bool, calibration: tuple
 @click.argument("original")
 @click.argument("converted")
 @click.option("--text", multiple=True, metavar="FILE...", help="Text or jsonl files. Default: a bundled novel.")
-@click.option("--seq-len", type=int, default=4096, show_default=True, help="Tokens of a window.")
+@click.option("--seq-len", type=int, help="Tokens of a window; default: 4096, or what the models take.")
 @click.option("--windows", type=int, default=4, show_default=True, help="Windows to evaluate, at most.")
 @click.option("--skip", type=int, help="Tokens to pass over at the start of each text.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything measured to FILE ('-': JSON on stdout).")

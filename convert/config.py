@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from latentfold.convert.errors import InputError
 
+DEFAULT_WINDOW = 4096
 OUTPUT_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -24,7 +25,7 @@ class ConversionConfig:
         rope_dim: qk_rope_head_dim of the result; None: as `inspect` proposes.
         calibration: text or jsonl files; empty: the bundled text.
         calibration_tokens: tokens to calibrate on, at most.
-        seq_len: tokens of a calibration window.
+        seq_len: tokens of a calibration window; None: 4096, or what the model takes.
         queries: query positions looked at in each window.
         seed: of the sampled positions.
         device: torch device, or "auto".
@@ -42,7 +43,7 @@ class ConversionConfig:
     rope_dim: int | None = None
     calibration: tuple[str, ...] = ()
     calibration_tokens: int = 32768
-    seq_len: int = 2048
+    seq_len: int | None = None
     queries: int = 128
     seed: int = 0
     device: str = "auto"
@@ -63,18 +64,28 @@ class ConversionConfig:
             raise InputError(f"--kv-rank {self.kv_rank}: expected a positive number")
         if self.rope_dim is not None and (self.rope_dim < 2 or self.rope_dim % 2):
             raise InputError(f"--rope-dim {self.rope_dim}: expected a positive even number (two values a frequency)")
-        if self.seq_len < 16:
+        if self.seq_len is not None and self.seq_len < 16:
             raise InputError(f"--seq-len {self.seq_len}: expected at least 16")
-        if self.calibration_tokens < self.seq_len:
-            raise InputError(
-                f"--calibration-tokens {self.calibration_tokens}: expected at least one window "
-                f"of --seq-len {self.seq_len}"
-            )
         if self.queries < 1:
             raise InputError(f"queries {self.queries}: expected at least 1")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"--seed {self.seed}: expected 0 to 2^63 - 1")
         resolve_device(self.device)
+
+    def window(self, max_positions: int) -> int:
+        """Tokens of a calibration window for a model that takes `max_positions`.
+
+        Raises:
+            InputError: the model does not take as many, or `calibration_tokens` are fewer.
+        """
+        length = self.seq_len or min(DEFAULT_WINDOW, max_positions)
+        if length > max_positions:
+            raise InputError(f"--seq-len {length}: the model takes at most {max_positions} positions")
+        if self.calibration_tokens < length:
+            raise InputError(
+                f"--calibration-tokens {self.calibration_tokens}: expected at least one window, --seq-len {length}"
+            )
+        return length
 
     @property
     def torch_device(self) -> torch.device:

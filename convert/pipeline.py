@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 RECIPE = "latentfold.json"
 PROBE_TOKENS = 48
-LADDER_WINDOWS = 4
+LADDER_WINDOWS = 2
 LADDER_SWEEPS = 10
 """Alternations of `fit_slots` when ranking ladders; the chosen one is solved more closely."""
 LAYOUT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -92,20 +92,18 @@ def prepare(config: ConversionConfig) -> tuple[ConversionPlan, Any, Windows]:
     """
     checkpoint = open_checkpoint(config.source, revision=config.revision, token=config.token)
     plan = make_plan(config, checkpoint)  # refuse by config.json before anything else is read or downloaded
+    make_plan(config, with_headers(checkpoint, config.token))  # and by file headers, before the weights are
     documents = read_documents(config.calibration) if config.calibration else default_calibration()
     checkpoint = download(checkpoint, token=config.token, weights=False)
-    tokenizer = load_tokenizer(checkpoint)
-    count = config.calibration_tokens // config.seq_len
+    load_generation_config(checkpoint)
     windows = make_windows(
         documents,
-        tokenizer,
-        length=config.seq_len,
-        count=count,
+        tokenizer := load_tokenizer(checkpoint),
+        length=plan.seq_len,
+        count=config.calibration_tokens // plan.seq_len,
         purpose="calibration",
         vocab_size=plan.shape.vocab_size,
     )
-    load_generation_config(checkpoint)
-    make_plan(config, with_headers(checkpoint, config.token))  # and by file headers before the weights are
     checkpoint = download(checkpoint, token=config.token)
     checkpoint.read_headers()
     plan = make_plan(config, checkpoint)
@@ -493,6 +491,7 @@ def starting_recipe(config: ConversionConfig, plan: ConversionPlan, windows: Win
             "calibration": list(options["calibration"]),
             "kv_rank": plan.kv_rank,
             "rope_dim": plan.rope_dim,
+            "seq_len": plan.seq_len,
             "dtype": str(plan.dtype).removeprefix("torch."),
         },
         "calibration": {

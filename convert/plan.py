@@ -45,6 +45,7 @@ class ConversionPlan:
         config: its transformers config.
         family, shape: what it is.
         kv_rank, rope_dim: sizes of the result.
+        seq_len: tokens of a calibration window.
         dtype: stored dtype.
         residual: factor on the residual stream.
         ladders: candidate rope parameters of the result.
@@ -59,6 +60,7 @@ class ConversionPlan:
     shape: ModelShape
     kv_rank: int
     rope_dim: int
+    seq_len: int
     dtype: torch.dtype
     residual: float
     ladders: tuple[deepseek.Ladder, ...]
@@ -206,9 +208,6 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
     kv_rank = config.kv_rank or proposal.kv_rank
     rope_dim = config.rope_dim or proposal.rope_dim
     check_sizes(shape, kv_rank, rope_dim)
-    limit = model.max_position_embeddings
-    if config.seq_len > limit:
-        raise InputError(f"--seq-len {config.seq_len}: {checkpoint.name} takes at most {limit} positions; try {limit}")
     tied = bool(model.tie_word_embeddings)
     if checkpoint.headers:
         check_tensors(checkpoint, family, shape, tied=tied)
@@ -234,6 +233,7 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
         shape=shape,
         kv_rank=kv_rank,
         rope_dim=rope_dim,
+        seq_len=config.window(model.max_position_embeddings),
         dtype=dtype,
         residual=deepseek.residual_scale(model.rms_norm_eps, dtype),
         ladders=tuple(deepseek.ladders(model.rope_parameters, shape.head_dim, rope_dim, model.max_position_embeddings)),

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from latentfold.convert.config import resolve_device
+from latentfold.convert.config import DEFAULT_WINDOW, resolve_device
 from latentfold.convert.corpus import Document, Windows, make_windows, read_documents, tokenize
 from latentfold.convert.errors import InputError
 from latentfold.convert.layers import StreamedModel, attention_inputs
@@ -36,7 +36,7 @@ def evaluate(
     converted: str,
     *,
     text: Sequence[str] = (),
-    seq_len: int = 4096,
+    seq_len: int | None = None,
     windows: int = 4,
     skip: int | None = None,
     device: str = "auto",
@@ -50,7 +50,7 @@ def evaluate(
     Args:
         original, converted: folders or Hub ids of two models with the same tokenizer.
         text: text or jsonl files; default: the opening of a novel bundled for evaluation only.
-        seq_len: tokens of a window; perplexity is reported by position up to it.
+        seq_len: tokens of a window, 4096 or what the models take by default; perplexity is reported by position.
         windows: windows to evaluate, at most.
         skip: tokens to pass over at the start of each text; default 0, and 1000 of the bundled novel.
         device, dtype: where and in what the models run.
@@ -63,7 +63,7 @@ def evaluate(
     """
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: expected {', '.join(DTYPES)}")
-    if seq_len < 16 or windows < 1 or (skip or 0) < 0:
+    if (seq_len is not None and seq_len < 16) or windows < 1 or (skip or 0) < 0:
         raise InputError(
             f"--seq-len {seq_len}, --windows {windows}, --skip {skip}: expected at least 16 tokens, 1 window, 0 skipped"
         )
@@ -72,15 +72,17 @@ def evaluate(
     skip = skip if skip is not None else (0 if text else NOVEL_FRONT_MATTER)
     a = _open(original, revision, token)
     b = _open(converted, None, token)
-    windowed = _windows(a, b, documents, seq_len, windows, skip)
+    configs = [read_config(checkpoint) for checkpoint in (a, b)]
+    limits = [getattr(config.get_text_config(), "max_position_embeddings", DEFAULT_WINDOW) for config in configs]
+    if seq_len is not None and seq_len > min(limits):
+        name = (a, b)[limits.index(min(limits))].name
+        raise InputError(f"--seq-len {seq_len}: {name} takes at most {min(limits)} positions")
+    windowed = _windows(a, b, documents, seq_len or min(DEFAULT_WINDOW, *limits), windows, skip)
     tokens = windowed.tokens
-    models = []
-    for checkpoint in (a, b):
-        config = read_config(checkpoint)
-        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-        if limit and seq_len > limit:
-            raise InputError(f"--seq-len {seq_len}: {checkpoint.name} takes at most {limit} positions")
-        models.append(StreamedModel(checkpoint, config, DTYPES[dtype], torch_device))
+    models = [
+        StreamedModel(checkpoint, config, DTYPES[dtype], torch_device)
+        for checkpoint, config in zip((a, b), configs, strict=True)
+    ]
     recipe = _recipe(b, models[1].num_layers)
     scores, layers = _sweep(models[0], models[1], tokens, recipe, progress)
     caches = []

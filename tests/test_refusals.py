@@ -258,7 +258,7 @@ SOURCES: dict[str, tuple[Damage, str]] = {
         lambda s: (s / INDEX).write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'),
         rf"model-00002-of-00002\.safetensors: listed in {INDEX} but not in .*download",
     ),
-    "index: empty map": (lambda s: (s / INDEX).write_text('{"weight_map": {}}'), rf"{INDEX}.*weight_map|found nothing"),
+    "index: empty map": (lambda s: (s / INDEX).write_text('{"weight_map": {}}'), "hold no tensors"),
     "index: broken": (lambda s: (s / INDEX).write_text('{"weight_map": {'), rf"{INDEX}: not readable as JSON"),
     "index: a list": (lambda s: (s / INDEX).write_text("[]"), rf"{INDEX}: expected a JSON object, found list"),
     "index: no map": (lambda s: (s / INDEX).write_text("{}"), rf"{INDEX}.*weight_map"),
@@ -276,7 +276,7 @@ SOURCES: dict[str, tuple[Damage, str]] = {
     "heads that do not divide": (uneven_heads, r"num_attention_heads|num_key_value_heads|KV heads"),
     "generation config: broken": (
         lambda s: (s / "generation_config.json").write_text("{"),
-        r"generation_config\.json.*JSON",
+        r"generation_config\.json: not a generation config",
     ),
 }
 
@@ -395,7 +395,12 @@ OUTPUTS: dict[str, tuple[Callable[[Path], Any], str, list[str], str]] = {
     "the source, overwrite": (lambda out: None, "source1", ["--overwrite"], r"lies inside the source|is the source"),
     "the source by a link": (lambda out: out.symlink_to("source1"), "out", ["--overwrite"], r"the source"),
     "the source by dots": (lambda out: None, "source1/../source1", ["--overwrite"], r"the source"),
-    "holds the source": (lambda out: None, ".", ["--overwrite"], r"holds the source .*--overwrite would delete it"),
+    "holds the source": (
+        lambda out: None,
+        ".",
+        ["--overwrite"],
+        r"holds .*source1, which is needed; --overwrite would delete it",
+    ),
     "a link to nowhere": (lambda out: out.symlink_to("gone"), "out", [], r"out: .*(link|written)"),
     "a link to itself": (lambda out: out.symlink_to("out"), "out", [], r"out: .*(link|written)"),
     "a name too long": (lambda out: None, "x" * 300, [], r"x{300}: .*(written|too long)"),
@@ -422,7 +427,7 @@ def test_output_holds_the_calibration_text(
     (out / "mine.txt").write_text("the only copy " * 100)
     refused(
         ["convert", make_model(), out, *small, "--calibration", out / "mine.txt", "--overwrite"],
-        r"holds the calibration text .*mine\.txt.*--overwrite would delete it",
+        r"holds .*mine\.txt, which is needed; --overwrite would delete it",
     )
 
 
@@ -548,7 +553,7 @@ EVAL: dict[str, tuple[Damage, list[str], str]] = {
     "other vocabulary": (lambda b: edit_vocabulary(b, 300), [], r"vocabular|259.*300"),
     "broken recipe": (lambda b: (b / RECIPE).write_text("{"), [], rf"{RECIPE}: not readable as JSON"),
     "foreign recipe": (lambda b: (b / RECIPE).write_text('{"a": 1}'), [], rf"{RECIPE}"),
-    "no such architecture": (lambda b: edit_config(b, {"model_type": "gpt2"}), [], r"source2.*gpt2"),
+    "no such architecture": (lambda b: edit_config(b, {"model_type": "gpt2"}), [], r"gpt2.*rotary"),
     "short text": (lambda b: None, ["--seq-len", "128", "--skip", "5000"], r"evaluation text is too short: .*128 tok"),
     "long windows": (lambda b: None, ["--seq-len", "257"], r"--seq-len 257: .* takes at most 256 positions"),
     "tiny windows": (lambda b: None, ["--seq-len", "4"], r"--seq-len 4.*at least 16 tokens"),
