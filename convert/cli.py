@@ -133,7 +133,7 @@ def inspect(model: str, as_json: bool, revision: str | None, token: str | None) 
     help="Text or jsonl files to calibrate on. Default: bundled text. "
     "Text from your own domain helps; never use text you will evaluate on.",
 )
-@click.option("--calibration-tokens", type=int, default=32768, show_default=True, help="Tokens to use, at most.")
+@click.option("--calibration-tokens", type=int, default=28672, show_default=True, help="Tokens to use, at most.")
 @click.option("--seq-len", type=int, help="Tokens of a calibration window; default: 4096, or what the model takes.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampled query positions.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, ...; auto: a GPU if any.")

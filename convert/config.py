@@ -42,7 +42,7 @@ class ConversionConfig:
     kv_rank: int | None = None
     rope_dim: int | None = None
     calibration: tuple[str, ...] = ()
-    calibration_tokens: int = 32768
+    calibration_tokens: int = 28672
     seq_len: int | None = None
     queries: int = 128
     seed: int = 0

@@ -32,7 +32,7 @@ from tqdm import tqdm
 RECIPE = "latentfold.json"
 PROBE_TOKENS = 48
 LADDER_WINDOWS = 2
-LADDER_SWEEPS = 10
+LADDER_SWEEPS = 3
 """Alternations of `fit_slots` when ranking ladders; the chosen one is solved more closely."""
 LAYOUT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest relative difference of a written layer's attention output from its own factorization, by stored dtype."""

@@ -21,7 +21,7 @@ TransMLA's RoRoPE and FreqFold (arXiv:2502.07864) are the special case of real U
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from latentfold.convert.linalg import solve_right
@@ -98,35 +98,43 @@ def mean_rotation(distance: Tensor, frequencies: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Kernels:
-    """E_t[e^{i(f-f')t}] minus (1-lost) times the product of the means, per head.
-
-    `lost` is the share of a non-rotating part that the latent cannot hold anyway (0: the latent is lossless and
-    slots need only explain what rotates; 1: there is no latent).
-    """
+    """R(f, f') = E_t[e^{i(f-f')t}] minus a multiple of the product of the means, per head."""
 
     pair_pair: Tensor  # (H, n)      R(w_j, w_j)
     pair_slot: Tensor  # (H, n, S)   R(w_j, v_s)
     slot_slot: Tensor  # (H, S, S)   R(v_s', v_s)
-    mean_pair: Tensor  # (H, n)
-    mean_slot: Tensor  # (H, S)
+    mean_pair: Tensor  # (H, n)      phi(w_j)
+    mean_slot: Tensor  # (H, S)      phi(v_s)
 
+    @classmethod
+    def raw(cls, distance: Tensor, pairs: Tensor, slots: Tensor) -> _Kernels:
+        """Nothing subtracted yet: the non-rotating part is not modelled at all."""
+        distance = distance / distance.sum(1, keepdim=True).clamp_min(1e-300)
 
-def _kernels(distance: Tensor, pairs: Tensor, slots: Tensor, lost: float) -> _Kernels:
-    distance = distance / distance.sum(1, keepdim=True).clamp_min(1e-300)
-    mean_pair, mean_slot = mean_rotation(distance, pairs), mean_rotation(distance, slots)
-    keep = 1.0 - lost
+        def against_slots(frequencies: Tensor) -> Tensor:
+            return torch.stack([mean_rotation(distance, frequencies - v) for v in slots], dim=-1)
 
-    def centred(frequencies: Tensor, mean: Tensor) -> Tensor:
-        raw = torch.stack([mean_rotation(distance, frequencies - v) for v in slots], dim=-1)
-        return raw - keep * mean[..., :, None] * mean_slot.conj()[..., None, :]
+        return cls(
+            pair_pair=torch.ones(distance.shape[0], len(pairs), dtype=torch.float64, device=pairs.device),
+            pair_slot=against_slots(pairs),
+            slot_slot=against_slots(slots),
+            mean_pair=mean_rotation(distance, pairs),
+            mean_slot=mean_rotation(distance, slots),
+        )
 
-    return _Kernels(
-        pair_pair=1.0 - keep * mean_pair.abs().square(),
-        pair_slot=centred(pairs, mean_pair),
-        slot_slot=centred(slots, mean_slot),
-        mean_pair=mean_pair,
-        mean_slot=mean_slot,
-    )
+    def centred(self, lost: float) -> _Kernels:
+        """With a non-rotating part of which the latent loses the share `lost`.
+
+        0: the latent is lossless and slots need only explain what rotates; 1: there is no latent.
+        """
+        keep = 1.0 - lost
+        means = keep * self.mean_slot.conj()[..., None, :]
+        return replace(
+            self,
+            pair_pair=self.pair_pair - keep * self.mean_pair.abs().square(),
+            pair_slot=self.pair_slot - self.mean_pair[..., :, None] * means,
+            slot_slot=self.slot_slot - self.mean_slot[..., :, None] * means,
+        )
 
 
 def _own(x: Tensor, group: Tensor, n: int) -> Tensor:
@@ -241,13 +249,13 @@ def fit_slots(
     heads, n = stats.query_power.shape
     items = stats.key_moment.shape[-1]
     group = torch.arange(heads, device=pairs.device) // (heads * n // items)
-    kernels = _kernels(stats.distance, pairs, slots, lost)
+    raw = _Kernels.raw(stats.distance, pairs, slots)
+    kernels, lossless = raw.centred(lost), raw.centred(0.0)
     keys, a = _initial_keys(stats, kernels, pairs, slots)
     for _ in range(sweeps):
         a = _solve_coefficients(a, keys, stats.key_moment, group, kernels, ridge)
         keys = _solve_keys(keys, a, stats.query_power, kernels, ridge)
     a = _solve_coefficients(a, keys, stats.key_moment, group, kernels, ridge)
-    lossless = _kernels(stats.distance, pairs, slots, 0.0)
     return SlotFit(
         keys=keys,
         coefficients=a,
