@@ -16,8 +16,9 @@ import tempfile
 import time
 
 import torch
-from latentfold.convert.config import ConversionConfig
 from transformers import AutoModelForCausalLM
+
+from latentfold.convert.config import ConversionConfig
 
 SAMPLE = 2
 

@@ -26,9 +26,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from latentfold.convert.factorize import AttentionWeights, LatentStatistics
 from latentfold.convert.rope import RopeStatistics, complex_pair_moment
-from torch import Tensor
 
 MOMENT_BUDGET = 1 << 30
 """Bytes that one layer's moments may take before heads share them."""

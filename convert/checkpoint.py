@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from latentfold.convert.errors import InputError
 from safetensors import safe_open
 from torch import Tensor
 
+from latentfold.convert.errors import InputError
+
 if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
+
     from latentfold.convert.plan import TensorPlan
 
 PARTIAL = ".latentfold-partial"

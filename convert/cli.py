@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from latentfold.convert.errors import InputError
 
 DATA_ERRORS = 2

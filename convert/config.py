@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
 from latentfold.convert.errors import InputError
 
 DEFAULT_WINDOW = 4096

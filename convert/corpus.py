@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from latentfold.convert.errors import InputError
 from torch import Tensor
+
+from latentfold.convert.errors import InputError
 
 DEFAULT_CALIBRATION = "latentfold default"
 

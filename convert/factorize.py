@@ -24,9 +24,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from latentfold.convert.linalg import metric_root, solve_right, square_roots
 from latentfold.convert.rope import SlotFit, constant_keys, slot_keys, slot_queries
-from torch import Tensor
 
 
 @dataclass(frozen=True)

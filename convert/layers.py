@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from latentfold.convert.errors import InputError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from latentfold.convert.errors import InputError
 
 
 class TensorReader(Protocol):

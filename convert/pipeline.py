@@ -7,14 +7,15 @@ factorizes it and writes it. Both run the *original* layers, so no layer is cali
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
+
 from latentfold.convert.calibrate import AttentionProbe, LatentAccumulator, RopeAccumulator, query_positions
 from latentfold.convert.checkpoint import CheckpointWriter, replace_text
 from latentfold.convert.config import ConversionConfig
@@ -22,22 +23,16 @@ from latentfold.convert.corpus import Windows, default_calibration, make_windows
 from latentfold.convert.errors import InputError
 from latentfold.convert.factorize import AttentionWeights, LatentAttention, factorize
 from latentfold.convert.layers import StreamedModel, attention_inputs
-from latentfold.convert.plan import ConversionPlan, make_plan, read_config
+from latentfold.convert.plan import ConversionPlan, make_plan
+from latentfold.convert.recipe import RECIPE, finished_recipe, starting_recipe
 from latentfold.convert.rope import fit_slots
 from latentfold.convert.source import Checkpoint, download, open_checkpoint, with_headers
 from latentfold.convert.targets import deepseek
-from torch import Tensor
-from tqdm import tqdm
+from latentfold.convert.verify import RELOAD_TOLERANCE, MemoryTarget, reload_difference
 
-RECIPE = "latentfold.json"
-PROBE_TOKENS = 48
 LADDER_WINDOWS = 2
 LADDER_SWEEPS = 3
 """Alternations of `fit_slots` when ranking ladders; the chosen one is solved more closely."""
-LAYOUT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest relative difference of a written layer's attention output from its own factorization, by stored dtype."""
-RELOAD_TOLERANCE = 1e-5
-"""Largest relative difference of logits between the written tensors and the reloaded checkpoint (both in float32)."""
 
 
 @dataclass(frozen=True)
@@ -173,10 +168,11 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
         writer.write("ladder", {}, {"chosen": best, "scores": scores})
     choice = writer.records["ladder"]
     ladder = plan.ladders[choice["chosen"]]
+    if not writer.done("outer"):
+        writer.write("outer", outer_tensors(plan))
     target = MemoryTarget(config, plan, ladder, writer)
     convert_layers(model, plan, ladder, windows, config, writer, target)
-    write_outer(plan, writer)
-    logits = target.logits(plan)
+    logits = target.logits()
     recipe = finished_recipe(recipe, plan, ladder, writer)
     write_small_files(plan, ladder, tokenizer, writer.folder)
     writer.write_index()
@@ -340,114 +336,16 @@ def _stored(tensor: Tensor, plan: ConversionPlan, to_residual: bool) -> Tensor:
     return (tensor.to(torch.float32) * plan.residual if to_residual else tensor).to(plan.dtype)
 
 
-def write_outer(plan: ConversionPlan, writer: CheckpointWriter) -> None:
+def outer_tensors(plan: ConversionPlan) -> dict[str, Tensor]:
     """Embedding, last norm, and a head of its own even where the source ties it."""
     family = plan.family
     embedding = plan.checkpoint.tensor(family.embedding.name)
     head = embedding if plan.config.tie_word_embeddings else plan.checkpoint.tensor(family.head.name)
-    if not writer.done("outer"):
-        tensors = {
-            "model.embed_tokens.weight": _stored(embedding, plan, True),
-            "model.norm.weight": _stored(plan.checkpoint.tensor(family.norm.name), plan, False),
-            "lm_head.weight": _stored(head, plan, False),
-        }
-        writer.write("outer", tensors)
-
-
-class _Tensors:
-    """A few tensors in memory, read as a checkpoint is."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, Tensor] = {}
-
-    def tensor(self, name: str) -> Tensor:
-        return self.held[name]
-
-
-class MemoryTarget:
-    """The converted model as it is being written: a few tokens follow the conversion, layer by layer.
-
-    Each new layer's stock attention, from the rounded tensors, is compared with its own factorization (a wrong layout
-    shows here, at once), and the tokens' logits are what the reloaded checkpoint has to give in the end.
-    """
-
-    def __init__(
-        self, config: ConversionConfig, plan: ConversionPlan, ladder: deepseek.Ladder, writer: CheckpointWriter
-    ) -> None:
-        from transformers import AutoConfig
-
-        data = deepseek.target_config(plan.config, ladder, plan.shape.head_dim, plan.kv_rank, plan.dtype)
-        self.dtype, self.ladder, self.residual = plan.dtype, ladder, plan.residual
-        self.tensors, self.writer = _Tensors(), writer
-        self.model = StreamedModel(self.tensors, AutoConfig.for_model(**data), torch.float32, config.torch_device)
-        generator = torch.Generator().manual_seed(config.seed)
-        self.tokens = torch.randint(plan.shape.vocab_size, (1, PROBE_TOKENS), generator=generator)
-        self.tensors.held = self._outer(plan)
-        self.hidden, self.kwargs = self.model.begin(self.tokens)
-
-    def _outer(self, plan: ConversionPlan) -> dict[str, Tensor]:
-        embedding = plan.checkpoint.tensor(plan.family.embedding.name)
-        return {"model.embed_tokens.weight": _stored(embedding, plan, True)}
-
-    def take(self, index: int, tensors: dict[str, Tensor], converted: LatentAttention) -> float:
-        """Run the tokens through a freshly converted layer; the relative error of its layout.
-
-        Raises:
-            RuntimeError: the stock class does not compute what was factorized.
-        """
-        self.tensors.held = tensors
-        with self.model.layer(index) as layer:
-            self.hidden, x, output = attention_inputs(layer, self.hidden, self.kwargs[index])
-        expected = self.residual * latent_attention(converted, self.ladder.frequencies, x[0])
-        error = float((output[0].to(expected) - expected).norm() / expected.norm().clamp_min(1e-30))
-        if not error <= LAYOUT_TOLERANCE[self.dtype]:
-            raise RuntimeError(
-                f"layer {index}: the written attention differs from its factorization by {error:.1e} "
-                f"(allowed {LAYOUT_TOLERANCE[self.dtype]:.0e} in {self.dtype}); please report this"
-            )
-        return error
-
-    def skip(self, index: int) -> None:
-        """Run the tokens through a layer that an interrupted run has already written."""
-        self.tensors.held = self.writer.read(f"model.layers.{index}.")
-        with self.model.layer(index) as layer:
-            self.hidden, _, _ = attention_inputs(layer, self.hidden, self.kwargs[index])
-
-    def logits(self, plan: ConversionPlan) -> Tensor:
-        """(1, PROBE_TOKENS, V) of the tensors as written."""
-        self.tensors.held = self.writer.read("model.norm.") | self.writer.read("lm_head.")
-        with torch.no_grad(), self.model.head() as head:
-            return head(self.hidden)
-
-
-@torch.no_grad()
-def latent_attention(layer: LatentAttention, frequencies: Tensor, x: Tensor) -> Tensor:
-    """The layer's attention output computed from its factorization alone, in float64: x (T, D) -> (T, D)."""
-    x = x.to(torch.float64)
-    latent = x @ layer.latent.T  # (T, r)
-    length = torch.arange(x.shape[0], device=x.device)
-    phase = torch.polar(
-        torch.ones(len(length), len(frequencies), dtype=torch.float64, device=x.device),
-        length[:, None] * frequencies.to(x.device),
-    )
-    z = (x.to(torch.complex128) @ layer.rope_key.T) * phase  # (T, S)
-    q_rope = torch.einsum("hsd,td->hts", layer.q_rope, x.to(torch.complex128)) * phase
-    q_nope = torch.einsum("hed,td->hte", layer.q_nope, x)
-    keys = torch.einsum("her,tr->hte", layer.k_up, latent)
-    scores = layer.scale * (q_nope @ keys.mT + (q_rope @ z.conj().T).real)
-    scores = scores.masked_fill(length[None, :] > length[:, None], -torch.inf)
-    values = torch.einsum("her,tr->hte", layer.v_up, latent)
-    return torch.einsum("hde,hte->td", layer.o, scores.softmax(-1) @ values)
-
-
-def reload_difference(folder: Path, tokens: Tensor, logits: Tensor, device: torch.device) -> float:
-    """Load a written checkpoint afresh, layer by layer; largest logit difference relative to the largest logit."""
-    checkpoint = open_checkpoint(folder)
-    checkpoint.read_headers()
-    model = StreamedModel(checkpoint, read_config(checkpoint), torch.float32, device)
-    with torch.no_grad():
-        found = model.logits(tokens)
-    return float((found - logits).abs().max() / logits.abs().max().clamp_min(1e-30))
+    return {
+        "model.embed_tokens.weight": _stored(embedding, plan, True),
+        "model.norm.weight": _stored(plan.checkpoint.tensor(family.norm.name), plan, False),
+        "lm_head.weight": _stored(head, plan, False),
+    }
 
 
 def write_small_files(plan: ConversionPlan, ladder: deepseek.Ladder, tokenizer: Any, folder: Path) -> None:
@@ -471,62 +369,3 @@ def write_small_files(plan: ConversionPlan, ladder: deepseek.Ladder, tokenizer: 
         pad_token_id=plan.config.pad_token_id,
     )
     generation.save_pretrained(folder)
-
-
-def starting_recipe(config: ConversionConfig, plan: ConversionPlan, windows: Windows) -> dict[str, Any]:
-    """Everything the written tensors depend on."""
-    hidden = {"token", "progress", "overwrite", "output", "source", "revision"}
-    options = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in hidden}
-    headers = plan.checkpoint.headers
-    return {
-        "latentfold": version("latentfold"),
-        "source": {
-            "name": plan.checkpoint.name,
-            "revision": plan.checkpoint.revision,
-            "model_type": plan.config.model_type,
-            "tensors": len(headers),
-        },
-        "options": options
-        | {
-            "calibration": list(options["calibration"]),
-            "kv_rank": plan.kv_rank,
-            "rope_dim": plan.rope_dim,
-            "seq_len": plan.seq_len,
-            "dtype": str(plan.dtype).removeprefix("torch."),
-        },
-        "calibration": {
-            "texts": list(windows.sources),
-            "windows": list(windows.tokens.shape),
-            "sha256": windows.sha256,
-        },
-        "residual_scale": plan.residual,
-        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")}
-        | {"python": platform.python_version()},
-    }
-
-
-def finished_recipe(
-    recipe: dict[str, Any], plan: ConversionPlan, ladder: deepseek.Ladder, writer: CheckpointWriter
-) -> dict[str, Any]:
-    """The recipe with what the conversion found."""
-    layers = [writer.records[f"layer {i}"] for i in range(plan.shape.num_layers)]
-    scores = writer.records["ladder"]["scores"]
-    source = sum(
-        torch.Size(shape).numel()
-        for _, shape in plan.family.expected_tensors(plan.shape, tied=plan.config.tie_word_embeddings)
-    )
-    converted = sum(torch.Size(t.shape).numel() for t in plan.tensors.values())
-    return recipe | {
-        "cache_values": {"source": plan.shape.cache_values, "converted": plan.cache_values},
-        "parameters": {"source": source, "converted": converted},
-        "ladder": {
-            "rope_parameters": ladder.parameters,
-            "expected_rotation_error": min(scores),
-            "candidates": [
-                {"rope": str(candidate), "expected_rotation_error": score}
-                for candidate, score in zip(plan.ladders, scores, strict=True)
-            ],
-        },
-        "layers": [record["predicted_error"] for record in layers],
-        "check": {"largest_layout_error": max(record["layout_error"] for record in layers)},
-    }

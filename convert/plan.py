@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
+from transformers import AutoConfig
+
 from latentfold.convert.checkpoint import PARTIAL, CheckpointWriter
 from latentfold.convert.config import OUTPUT_DTYPES, ConversionConfig
 from latentfold.convert.errors import InputError
@@ -18,7 +20,6 @@ from latentfold.convert.inspection import propose_sizes
 from latentfold.convert.shapes import ModelShape, model_shape
 from latentfold.convert.source import Checkpoint
 from latentfold.convert.targets import deepseek
-from transformers import AutoConfig
 
 SAVING_WORTH = 0.9
 """A result that caches more than this share of the source's values earns a warning."""

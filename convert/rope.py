@@ -24,8 +24,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from latentfold.convert.linalg import solve_right
 from torch import Tensor
+
+from latentfold.convert.linalg import solve_right
 
 
 @dataclass(frozen=True)

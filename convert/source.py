@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from latentfold.convert.errors import InputError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from latentfold.convert.errors import InputError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

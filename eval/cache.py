@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from transformers import DynamicCache
+
 from latentfold.convert.layers import StreamedModel
 from latentfold.convert.shapes import ModelShape
 from latentfold.eval.records import CacheSize
-from torch import Tensor
-from transformers import DynamicCache
 
 MEASURED_TOKENS = 32
 

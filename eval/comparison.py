@@ -11,19 +11,21 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
+
 from latentfold.convert.config import DEFAULT_WINDOW, resolve_device
 from latentfold.convert.corpus import Document, Windows, make_windows, read_documents, tokenize
 from latentfold.convert.errors import InputError
 from latentfold.convert.layers import StreamedModel, attention_inputs
-from latentfold.convert.pipeline import RECIPE, load_tokenizer
+from latentfold.convert.pipeline import load_tokenizer
 from latentfold.convert.plan import read_config
+from latentfold.convert.recipe import RECIPE
 from latentfold.convert.shapes import model_shape
 from latentfold.convert.source import Checkpoint, download, open_checkpoint, read_json
 from latentfold.eval.cache import cache_size
 from latentfold.eval.predictions import TokenScores, agreement, nll, position_buckets, score_tokens
 from latentfold.eval.records import Evaluation, LayerError
-from torch import Tensor
-from tqdm import tqdm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOVEL = "Persuasion (1817), bundled"

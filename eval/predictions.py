@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from latentfold.eval.records import Agreement, Nll
 from torch import Tensor
+
+from latentfold.eval.records import Agreement, Nll
 
 LOGIT_BUDGET = 1 << 24
 """Logits held at a time per model; 4096 tokens of a 256k vocabulary would be 2^30."""

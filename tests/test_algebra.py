@@ -9,10 +9,13 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
 from latentfold.convert.calibrate import AttentionProbe, LatentAccumulator, choose_pools, query_positions
 from latentfold.convert.factorize import AttentionWeights, LatentAttention, factorize
 from latentfold.convert.linalg import solve_right, square_roots
-from latentfold.convert.pipeline import latent_attention
 from latentfold.convert.rope import (
     RopeStatistics,
     SlotFit,
@@ -23,9 +26,7 @@ from latentfold.convert.rope import (
     to_real_pairs,
 )
 from latentfold.convert.targets import deepseek
-from torch import Tensor
-from transformers import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+from latentfold.convert.verify import latent_attention
 
 H, D_HEAD, HIDDEN, TOKENS = 4, 8, 24, 40
 FREQUENCIES = 1.0 / 100.0 ** (torch.arange(0, D_HEAD, 2, dtype=torch.float64) / D_HEAD)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from latentfold.convert import convert_checkpoint
-from latentfold.convert.checkpoint import PARTIAL, CheckpointWriter, sha256
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3ForCausalLM
 
+from latentfold.convert import convert_checkpoint
+from latentfold.convert.checkpoint import PARTIAL, CheckpointWriter, sha256
 from tests.conftest import DEFAULT_ROPE, LINEAR_ROPE, LLAMA3_ROPE, MakeModel, load, random_tokens
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+
 from latentfold.convert import convert_checkpoint
 from latentfold.convert.cli import main
 from latentfold.convert.corpus import read_documents, tokenize
 from latentfold.eval import evaluate
 from latentfold.eval.comparison import bundled_novel
 from latentfold.eval.predictions import position_buckets, standard_error
-
 from tests.conftest import MakeModel, load, tiny_tokenizer
 
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from latentfold.convert.checkpoint import PARTIAL
 
+from latentfold.convert.checkpoint import PARTIAL
 from tests.conftest import MakeModel
 from tests.hub_server import Fault, HubServer
 

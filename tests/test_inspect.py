@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+
 from latentfold.convert import inspect_model
 from latentfold.convert.cli import main
 from latentfold.convert.inspection import engine_kernels

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from latentfold.convert.checkpoint import PARTIAL
-from latentfold.convert.cli import main
-from latentfold.convert.pipeline import RECIPE
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from latentfold.convert.checkpoint import PARTIAL
+from latentfold.convert.cli import main
+from latentfold.convert.pipeline import RECIPE
 from tests.conftest import DEFAULT_ROPE, MakeModel
 
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"

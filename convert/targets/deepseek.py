@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from latentfold.convert.factorize import LatentAttention
 from torch import Tensor
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
+from latentfold.convert.factorize import LatentAttention
 
 LATENT_EPS = 1e-6
 """Epsilon of the latent norms; the model's own norms must have the same one (docs/portable.md)."""

@@ -1,0 +1,77 @@
+"""`latentfold.json`: everything it takes to repeat a conversion, and what it found."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import fields
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from latentfold.convert.checkpoint import CheckpointWriter
+from latentfold.convert.config import ConversionConfig
+from latentfold.convert.corpus import Windows
+from latentfold.convert.plan import ConversionPlan
+from latentfold.convert.targets import deepseek
+
+RECIPE = "latentfold.json"
+
+
+def starting_recipe(config: ConversionConfig, plan: ConversionPlan, windows: Windows) -> dict[str, Any]:
+    """Everything the written tensors depend on."""
+    hidden = {"token", "progress", "overwrite", "output", "source", "revision"}
+    options = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in hidden}
+    headers = plan.checkpoint.headers
+    return {
+        "latentfold": version("latentfold"),
+        "source": {
+            "name": plan.checkpoint.name,
+            "revision": plan.checkpoint.revision,
+            "model_type": plan.config.model_type,
+            "tensors": len(headers),
+        },
+        "options": options
+        | {
+            "calibration": list(options["calibration"]),
+            "kv_rank": plan.kv_rank,
+            "rope_dim": plan.rope_dim,
+            "seq_len": plan.seq_len,
+            "dtype": str(plan.dtype).removeprefix("torch."),
+        },
+        "calibration": {
+            "texts": list(windows.sources),
+            "windows": list(windows.tokens.shape),
+            "sha256": windows.sha256,
+        },
+        "residual_scale": plan.residual,
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")}
+        | {"python": platform.python_version()},
+    }
+
+
+def finished_recipe(
+    recipe: dict[str, Any], plan: ConversionPlan, ladder: deepseek.Ladder, writer: CheckpointWriter
+) -> dict[str, Any]:
+    """The recipe with what the conversion found."""
+    layers = [writer.records[f"layer {i}"] for i in range(plan.shape.num_layers)]
+    scores = writer.records["ladder"]["scores"]
+    source = sum(
+        torch.Size(shape).numel()
+        for _, shape in plan.family.expected_tensors(plan.shape, tied=plan.config.tie_word_embeddings)
+    )
+    converted = sum(torch.Size(t.shape).numel() for t in plan.tensors.values())
+    return recipe | {
+        "cache_values": {"source": plan.shape.cache_values, "converted": plan.cache_values},
+        "parameters": {"source": source, "converted": converted},
+        "ladder": {
+            "rope_parameters": ladder.parameters,
+            "expected_rotation_error": min(scores),
+            "candidates": [
+                {"rope": str(candidate), "expected_rotation_error": score}
+                for candidate, score in zip(plan.ladders, scores, strict=True)
+            ],
+        },
+        "layers": [record["predicted_error"] for record in layers],
+        "check": {"largest_layout_error": max(record["layout_error"] for record in layers)},
+    }

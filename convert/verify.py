@@ -1,0 +1,113 @@
+"""Does the stock class compute what was factorized, and does the folder give back what was written?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from latentfold.convert.checkpoint import CheckpointWriter
+from latentfold.convert.config import ConversionConfig
+from latentfold.convert.factorize import LatentAttention
+from latentfold.convert.layers import StreamedModel, attention_inputs
+from latentfold.convert.plan import ConversionPlan, read_config
+from latentfold.convert.source import open_checkpoint
+from latentfold.convert.targets import deepseek
+
+PROBE_TOKENS = 48
+LAYOUT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Largest relative difference of a written layer's attention output from its own factorization, by stored dtype."""
+RELOAD_TOLERANCE = 1e-5
+"""Largest relative difference of logits between the written tensors and the reloaded checkpoint (both in float32)."""
+
+
+class _Tensors:
+    """A few tensors in memory, read as a checkpoint is."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        return self.held[name]
+
+
+class MemoryTarget:
+    """The converted model as it is being written: a few tokens follow the conversion, layer by layer.
+
+    Each new layer's stock attention, from the rounded tensors, is compared with its own factorization (a wrong layout
+    shows here, at once), and the tokens' logits are what the reloaded checkpoint has to give in the end.
+    """
+
+    def __init__(
+        self, config: ConversionConfig, plan: ConversionPlan, ladder: deepseek.Ladder, writer: CheckpointWriter
+    ) -> None:
+        data = deepseek.target_config(plan.config, ladder, plan.shape.head_dim, plan.kv_rank, plan.dtype)
+        self.dtype, self.ladder, self.residual = plan.dtype, ladder, plan.residual
+        self.tensors, self.writer = _Tensors(), writer
+        self.model = StreamedModel(self.tensors, AutoConfig.for_model(**data), torch.float32, config.torch_device)
+        generator = torch.Generator().manual_seed(config.seed)
+        self.tokens = torch.randint(plan.shape.vocab_size, (1, PROBE_TOKENS), generator=generator)
+        self.tensors.held = writer.read("model.embed_tokens.")
+        self.hidden, self.kwargs = self.model.begin(self.tokens)
+
+    def take(self, index: int, tensors: dict[str, Tensor], converted: LatentAttention) -> float:
+        """Run the tokens through a freshly converted layer; the relative error of its layout.
+
+        Raises:
+            RuntimeError: the stock class does not compute what was factorized.
+        """
+        self.tensors.held = tensors
+        with self.model.layer(index) as layer:
+            self.hidden, x, output = attention_inputs(layer, self.hidden, self.kwargs[index])
+        expected = self.residual * latent_attention(converted, self.ladder.frequencies, x[0])
+        error = float((output[0].to(expected) - expected).norm() / expected.norm().clamp_min(1e-30))
+        if not error <= LAYOUT_TOLERANCE[self.dtype]:
+            raise RuntimeError(
+                f"layer {index}: the written attention differs from its factorization by {error:.1e} "
+                f"(allowed {LAYOUT_TOLERANCE[self.dtype]:.0e} in {self.dtype}); please report this"
+            )
+        return error
+
+    def skip(self, index: int) -> None:
+        """Run the tokens through a layer that an interrupted run has already written."""
+        self.tensors.held = self.writer.read(f"model.layers.{index}.")
+        with self.model.layer(index) as layer:
+            self.hidden, _, _ = attention_inputs(layer, self.hidden, self.kwargs[index])
+
+    def logits(self) -> Tensor:
+        """(1, PROBE_TOKENS, V) of the tensors as written."""
+        self.tensors.held = self.writer.read("model.norm.") | self.writer.read("lm_head.")
+        with torch.no_grad(), self.model.head() as head:
+            return head(self.hidden)
+
+
+@torch.no_grad()
+def latent_attention(layer: LatentAttention, frequencies: Tensor, x: Tensor) -> Tensor:
+    """The layer's attention output computed from its factorization alone, in float64: x (T, D) -> (T, D)."""
+    x = x.to(torch.float64)
+    latent = x @ layer.latent.T  # (T, r)
+    length = torch.arange(x.shape[0], device=x.device)
+    phase = torch.polar(
+        torch.ones(len(length), len(frequencies), dtype=torch.float64, device=x.device),
+        length[:, None] * frequencies.to(x.device),
+    )
+    z = (x.to(torch.complex128) @ layer.rope_key.T) * phase  # (T, S)
+    q_rope = torch.einsum("hsd,td->hts", layer.q_rope, x.to(torch.complex128)) * phase
+    q_nope = torch.einsum("hed,td->hte", layer.q_nope, x)
+    keys = torch.einsum("her,tr->hte", layer.k_up, latent)
+    scores = layer.scale * (q_nope @ keys.mT + (q_rope @ z.conj().T).real)
+    scores = scores.masked_fill(length[None, :] > length[:, None], -torch.inf)
+    values = torch.einsum("her,tr->hte", layer.v_up, latent)
+    return torch.einsum("hde,hte->td", layer.o, scores.softmax(-1) @ values)
+
+
+def reload_difference(folder: Path, tokens: Tensor, logits: Tensor, device: torch.device) -> float:
+    """Load a written checkpoint afresh, layer by layer; largest logit difference relative to the largest logit."""
+    checkpoint = open_checkpoint(folder)
+    checkpoint.read_headers()
+    model = StreamedModel(checkpoint, read_config(checkpoint), torch.float32, device)
+    with torch.no_grad():
+        found = model.logits(tokens)
+    return float((found - logits).abs().max() / logits.abs().max().clamp_min(1e-30))
