@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from latentfold.convert.linalg import metric_root, solve_right, square_roots
+from latentfold.convert.linalg import by_pool, metric_root, solve_right, square_roots
 from latentfold.convert.rope import SlotFit, constant_keys, slot_keys, slot_queries
 
 
@@ -117,8 +117,8 @@ def latent_rows(
     key_root, value_root = metric_root(stats.query_moment), metric_root(value_metric)
     key_rows = weights.scale * key_root @ still_keys  # (H, d, E)
     value_rows = value_root @ stats.values[weights.group]
-    key_own = torch.einsum("hde,hef,hdf->", key_rows, stats.key_moment[stats.pool], key_rows)
-    value_own = torch.einsum("hde,hef,hdf->", value_rows, stats.value_moment[stats.pool], value_rows)
+    key_own = (by_pool(key_rows, stats.key_moment, stats.pool) * key_rows).sum()
+    value_own = (by_pool(value_rows, stats.value_moment, stats.pool) * value_rows).sum()
     gram = torch.zeros(root.shape[1], root.shape[1], dtype=root.dtype, device=root.device)
     for rows, own in ((key_rows, key_own), (value_rows, value_own)):
         whitened = rows.flatten(0, 1) @ root
@@ -144,8 +144,11 @@ def readers(target: Tensor, moments: Tensor, pool: Tensor, rows: Tensor, pooled:
     """
     gram = rows @ moments @ rows.T  # (P, r, r)
     base = target @ pooled
-    left = (target - base @ rows) @ (moments @ rows.T)[pool]
-    return base + torch.stack([solve_right(gram[p], left[h], ridge) for h, p in enumerate(pool.tolist())])
+    left = by_pool(target - base @ rows, moments @ rows.T, pool)
+    deviation = torch.empty_like(base)
+    for p in range(len(moments)):
+        deviation[pool == p] = solve_right(gram[p], left[pool == p], ridge)
+    return base + deviation
 
 
 def factorize(
@@ -162,7 +165,7 @@ def factorize(
     v_up = readers(own_values, stats.value_moment, stats.pool, rows, pooled, ridge)
 
     def error(left: Tensor, metric: Tensor, moments: Tensor) -> float:
-        return float(((metric @ left) * (left @ moments[stats.pool])).sum().clamp_min(0))
+        return float(((metric @ left) * by_pool(left, moments, stats.pool)).sum().clamp_min(0))
 
     key_error = weights.scale**2 * error(still - k_up @ rows, stats.query_moment, stats.key_moment)
     value_error = error(own_values - v_up @ rows, weights.o.mT @ weights.o, stats.value_moment)
