@@ -90,11 +90,10 @@ def complex_pair_moment(moment: Tensor, num_kv_heads: int) -> Tensor:
     return torch.complex(re, im).reshape(*lead, items, items)
 
 
-def mean_rotation(distance: Tensor, frequencies: Tensor) -> Tensor:
-    """phi_h(f) = E_t[e^{i f t}]: (H, T) normalized weights, (F,) -> (H, F) complex."""
-    t = torch.arange(distance.shape[1], dtype=torch.float64, device=distance.device)
-    phase = t[:, None] * frequencies.to(torch.float64)[None, :]
-    return torch.complex(distance @ phase.cos(), distance @ phase.sin())
+def rotations(length: int, frequencies: Tensor) -> Tensor:
+    """e^{i f t} at the distances 0 .. T-1: (F,) float64 -> (T, F) complex."""
+    t = torch.arange(length, dtype=torch.float64, device=frequencies.device)
+    return torch.polar(torch.ones((), dtype=torch.float64, device=t.device), t[:, None] * frequencies)
 
 
 @dataclass(frozen=True)
@@ -111,16 +110,17 @@ class _Kernels:
     def raw(cls, distance: Tensor, pairs: Tensor, slots: Tensor) -> _Kernels:
         """Nothing subtracted yet: the non-rotating part is not modelled at all."""
         distance = distance / distance.sum(1, keepdim=True).clamp_min(1e-300)
+        pair_turns, slot_turns = rotations(distance.shape[1], pairs), rotations(distance.shape[1], slots)
 
-        def against_slots(frequencies: Tensor) -> Tensor:
-            return torch.stack([mean_rotation(distance, frequencies - v) for v in slots], dim=-1)
+        def against_slots(turns: Tensor) -> Tensor:
+            return (distance[:, None, :] * turns.T) @ slot_turns.conj()
 
         return cls(
             pair_pair=torch.ones(distance.shape[0], len(pairs), dtype=torch.float64, device=pairs.device),
-            pair_slot=against_slots(pairs),
-            slot_slot=against_slots(slots),
-            mean_pair=mean_rotation(distance, pairs),
-            mean_slot=mean_rotation(distance, slots),
+            pair_slot=against_slots(pair_turns),
+            slot_slot=against_slots(slot_turns),
+            mean_pair=distance.to(pair_turns.dtype) @ pair_turns,
+            mean_slot=distance.to(slot_turns.dtype) @ slot_turns,
         )
 
     def centred(self, lost: float) -> _Kernels:

@@ -21,7 +21,7 @@ from latentfold.convert.rope import (
     SlotFit,
     complex_pair_moment,
     fit_slots,
-    mean_rotation,
+    rotations,
     to_complex_pairs,
     to_real_pairs,
 )
@@ -200,12 +200,10 @@ def test_complex_pairs_and_moments() -> None:
     assert torch.allclose(complex_pair_moment(flat @ flat.T, 2), z @ z.mH)
 
 
-def test_mean_rotation() -> None:
-    weights = torch.tensor([[0.25, 0.0, 0.75]], dtype=torch.float64)
-    found = mean_rotation(weights, torch.tensor([0.0, 0.5], dtype=torch.float64))[0]
-    assert found[0] == 1
-    expected = 0.25 + 0.75 * torch.exp(torch.tensor(1j))
-    assert torch.allclose(found[1], expected.to(torch.complex128), atol=1e-7)
+def test_rotations() -> None:
+    found = rotations(3, torch.tensor([0.0, 0.5], dtype=torch.float64))
+    assert torch.equal(found[:, 0], torch.ones(3, dtype=torch.complex128))
+    assert torch.allclose(found[:, 1], torch.exp(0.5j * torch.arange(3, dtype=torch.float64)))
 
 
 def rotation_error_by_sampling(stats: RopeStatistics, fit: SlotFit, pairs: Tensor) -> float:
