@@ -69,6 +69,11 @@ class Sensitivity:
     influence: Tensor
     outputs: Tensor
 
+    @property
+    def output_power(self) -> float:
+        """Weighted squared length of the attention outputs, summed over the sampled queries."""
+        return float((self.weight * self.outputs.square().sum(-1)).sum(dtype=torch.float64))
+
 
 class AttentionProbe:
     """Recomputes a layer's attention from its normed input at a few query positions.
@@ -206,7 +211,7 @@ class LatentAccumulator:
                 rows = rows.flatten(0, 1)
                 total[p] += (rows.T @ rows).to(torch.float64)
         self.query_moment += (s.queries.mT @ (u.square().sum(-1, keepdim=True) * s.queries)).to(torch.float64)
-        self.output_power += float((s.weight * s.outputs.square().sum(-1)).sum(dtype=torch.float64))
+        self.output_power += s.output_power
 
     def result(self) -> tuple[RopeStatistics, LatentStatistics]:
         """What `rope.fit_slots` and `factorize.factorize` need."""

@@ -262,7 +262,7 @@ def score_ladders(
             positions = query_positions(len(x), config.queries, config.seed + window).to(x.device)
             seen = self.probe(x, stream, positions, config.seed + window)
             self.rope.add(seen)
-            self.power += float((seen.weight * seen.outputs.square().sum(-1)).sum())
+            self.power += seen.output_power
 
         def finish(self) -> None:
             stats = self.rope.result()
