@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 from dataclasses import fields
 from importlib.metadata import version
@@ -16,6 +18,11 @@ from latentfold.convert.plan import ConversionPlan
 from latentfold.convert.targets import deepseek
 
 RECIPE = "latentfold.json"
+
+
+def fingerprint(recipe: dict[str, Any]) -> str:
+    """SHA-256 over the names and hashes of the checkpoint's files: which conversion an evaluation speaks of."""
+    return hashlib.sha256(json.dumps(recipe["files"], sort_keys=True).encode()).hexdigest()
 
 
 def starting_recipe(config: ConversionConfig, plan: ConversionPlan, windows: Windows) -> dict[str, Any]:

@@ -1,0 +1,3 @@
+from latentfold.convert.cli import main
+
+main()

@@ -1,0 +1,68 @@
+"""`latentfold convert`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from latentfold.convert.cli.options import FilesCommand, quiet_libraries, revision_option, token_option, user_errors
+
+
+@click.command(cls=FilesCommand)
+@click.argument("model")
+@click.argument("out")
+@click.option(
+    "--kv-rank", type=int, metavar="R", help="Latent values cached per token and layer; default: see inspect."
+)
+@click.option("--rope-dim", type=int, metavar="N", help="Rotated values cached per token and layer (even).")
+@click.option(
+    "--calibration",
+    multiple=True,
+    metavar="FILE...",
+    help="Text or jsonl files to calibrate on. Default: bundled text. "
+    "Text from your own domain helps; never use text you will evaluate on.",
+)
+@click.option("--calibration-tokens", type=int, default=28672, show_default=True, help="Tokens to use, at most.")
+@click.option("--seq-len", type=int, help="Tokens of a calibration window; default: 4096, or what the model takes.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampled query positions.")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda, ...; auto: a GPU if any.")
+@click.option("--dtype", default="auto", show_default=True, help="Stored dtype: bfloat16, float32; auto: the source's.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Largest file.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the plan; write nothing. A Hub model's weights are not downloaded."
+)
+@click.option("--overwrite", is_flag=True, help="Replace what OUT holds, once the new checkpoint is complete.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress, no notices.")
+@revision_option
+@token_option
+@user_errors
+def convert(model: str, out: str, dry_run: bool, quiet: bool, calibration: tuple[str, ...], **options: Any) -> None:
+    """Convert MODEL (folder or Hub id) to an MLA checkpoint in OUT.
+
+    The result is a dense DeepseekV3ForCausalLM: transformers, vLLM, SGLang, llama.cpp and MLX load it as MLA without
+    remote code. Defaults need no option. An interrupted conversion continues when the command is repeated.
+
+    \b
+    latentfold convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-mla
+    latentfold convert ./llama ./llama-mla --kv-rank 512 --rope-dim 64 --calibration my.txt
+    latentfold convert meta-llama/Llama-3.1-8B out --dry-run
+    """
+    quiet_libraries()
+    from latentfold.convert.config import ConversionConfig
+    from latentfold.convert.pipeline import dry_run as plan_only
+    from latentfold.convert.pipeline import prepare, run
+    from latentfold.convert.tables import conversion_summary, plan_table
+
+    config = ConversionConfig(source=model, output=out, calibration=calibration, progress=not quiet, **options)
+    if dry_run:
+        click.echo(plan_table(plan_only(config)))
+        return
+    plan, tokenizer, windows = prepare(config)
+    if not quiet:
+        for notice in plan.notices:
+            click.echo(f"Note: {notice}", err=True)
+    result = run(config, plan, tokenizer, windows)
+    if not quiet:
+        click.echo(conversion_summary(result), err=True)
+    click.echo(str(result.path))

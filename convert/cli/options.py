@@ -1,0 +1,84 @@
+"""What the commands share: options, and how errors and files are treated."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from latentfold.convert.errors import InputError
+
+DATA_ERRORS = 2
+
+
+def user_errors(command: Callable[..., Any]) -> Callable[..., Any]:
+    """One line on stderr and status 2 for what the user can mend; no traceback."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except InputError as error:
+            click.echo("Error: " + " ".join(str(error).split()), err=True)
+            sys.exit(DATA_ERRORS)
+        except KeyboardInterrupt:
+            click.echo("\nInterrupted. The same command continues where it stopped.", err=True)
+            sys.exit(130)
+
+    return wrapped
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' own progress bars and warnings off the terminal; ours say what matters."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def check_writable(option: str, name: str) -> None:
+    """Find out before the work, not after it, that its result cannot be written."""
+    path = Path(name)
+    try:
+        if path.is_dir():
+            raise InputError(f"{option} {name}: is a folder; expected a file")
+        if not path.absolute().parent.is_dir():
+            raise InputError(f"{option} {name}: its folder does not exist")
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise InputError(f"{option} {name}: cannot be written ({error.strerror})") from error
+
+
+class FilesCommand(click.Command):
+    """Lets several existing files follow one `--calibration` or `--text`: `--text a.txt b.txt` and `--text *.txt`."""
+
+    files_options = ("--calibration", "--text")
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        expanded: list[str] = []
+        option: str | None = None
+        for i, arg in enumerate(args):
+            if arg in self.files_options:
+                option = arg
+            elif arg.startswith("-"):
+                option = None
+            elif option and args[i - 1] != option:
+                if Path(arg).is_file():
+                    expanded.append(option)
+                else:
+                    option = None
+            expanded.append(arg)
+        return super().parse_args(ctx, expanded)
+
+
+revision_option = click.option("--revision", metavar="REV", help="Branch, tag or commit, for a Hub id.")
+token_option = click.option(
+    "--token",
+    metavar="TOKEN",
+    help="Hub token; default: HF_TOKEN or the one `hf auth login` stored.",
+)
