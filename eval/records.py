@@ -228,7 +228,8 @@ def read_evaluation(path: Path) -> Evaluation:
     data = read_json(path)
     if data.get("schema") != SCHEMA:
         raise InputError(
-            f"{path}: expected an evaluation of schema {SCHEMA}, found {data.get('schema')!r}; run latentfold eval again"
+            f"{path}: expected an evaluation of schema {SCHEMA}, found {data.get('schema')!r}; "
+            "run latentfold eval again"
         )
     try:
         return TypeAdapter(Evaluation).validate_python(data)
