@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from latentfold.convert.layers import StreamedModel
 from latentfold.convert.shapes import ModelShape
@@ -22,11 +22,15 @@ def cache_size(model: StreamedModel, shape: ModelShape, tokens: Tensor) -> Cache
     for index in range(model.num_layers):
         with model.layer(index) as layer:
             hidden = layer(hidden, **kwargs[index])
-    held = sum(
+    counted = shape.num_layers * shape.cache_values * model.dtype.itemsize
+    return CacheSize(counted=float(counted), measured=held_bytes(cache) / tokens.shape[1])
+
+
+def held_bytes(cache: Cache) -> int:
+    """Bytes of the keys and values, or latents, that a cache holds: all layers, all sequences."""
+    return sum(
         part.numel() * part.element_size()
         for layer in cache.layers
         for part in vars(layer).values()
         if isinstance(part, torch.Tensor) and part.dim() == 4
     )
-    counted = shape.num_layers * shape.cache_values * model.dtype.itemsize
-    return CacheSize(counted=float(counted), measured=held / tokens.shape[1])
