@@ -15,6 +15,7 @@ from latentfold.convert.checkpoint import CheckpointWriter
 from latentfold.convert.config import ConversionConfig
 from latentfold.convert.corpus import Windows
 from latentfold.convert.plan import ConversionPlan
+from latentfold.convert.source import card_metadata
 from latentfold.convert.targets import deepseek
 
 RECIPE = "latentfold.json"
@@ -27,9 +28,10 @@ def fingerprint(recipe: dict[str, Any]) -> str:
 
 def starting_recipe(config: ConversionConfig, plan: ConversionPlan, windows: Windows) -> dict[str, Any]:
     """Everything the written tensors depend on."""
-    hidden = {"token", "progress", "overwrite", "output", "source", "revision"}
+    hidden = {"token", "progress", "overwrite", "output", "source", "revision", "stream"}
     options = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in hidden}
     headers = plan.checkpoint.headers
+    card = card_metadata(plan.checkpoint.folder)
     return {
         "latentfold": version("latentfold"),
         "source": {
@@ -37,7 +39,8 @@ def starting_recipe(config: ConversionConfig, plan: ConversionPlan, windows: Win
             "revision": plan.checkpoint.revision,
             "model_type": plan.config.model_type,
             "tensors": len(headers),
-        },
+        }
+        | {key: card.get(key) for key in ("license", "license_name", "license_link", "language")},
         "options": options
         | {
             "calibration": list(options["calibration"]),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,10 +19,15 @@ from torch import Tensor
 
 from latentfold.convert.errors import InputError
 
+if TYPE_CHECKING:
+    from huggingface_hub import RepoFile
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SMALL_FILES = ["*.json", "*.jinja", "*.model", "tokenizer*", "*.txt", "LICENSE*"]
-"""Everything but weights: config, generation config, tokenizer of any kind, chat template, licence."""
+LEGAL_FILES = ["LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"]
+"""What a licence usually demands to go with every copy."""
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "tokenizer*", "*.txt", "README.md", *LEGAL_FILES]
+"""Everything but weights: config, generation config, tokenizer of any kind, chat template, licence, model card."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +87,12 @@ class Checkpoint:
         """
         if name not in self.headers:
             raise InputError(f"tensor {name} is missing from {self.name}")
-        with safe_open(self.folder / self.headers[name].file, framework="pt") as shard:
+        with safe_open(self.path(self.headers[name].file), framework="pt") as shard:
             return shard.get_tensor(name)
+
+    def path(self, file: str) -> Path:
+        """Where a shard lies."""
+        return self.folder / file
 
     def check_values(self) -> None:
         """Read everything once, so that damage shows before anything is written.
@@ -87,9 +100,13 @@ class Checkpoint:
         Raises:
             InputError: a tensor holds infinite or undefined values.
         """
+        for file in sorted({header.file for header in self.headers.values()}):
+            self._check_values(file)
+
+    def _check_values(self, file: str) -> None:
         for name, header in self.headers.items():
-            if not torch.isfinite(self.tensor(name)).all():
-                raise InputError(f"tensor {name} in {header.file}: holds infinite or undefined values")
+            if header.file == file and not torch.isfinite(self.tensor(name)).all():
+                raise InputError(f"tensor {name} in {file}: holds infinite or undefined values")
 
     def stamps(self) -> dict[str, list[int]]:
         """Size and modification time (ns) of every shard: whether the source is still the same."""
@@ -176,7 +193,7 @@ def open_checkpoint(
         if not (folder / "config.json").is_file():
             raise InputError(f"{name}: no config.json; expected the folder of a transformers checkpoint")
         return Checkpoint(folder, name, None, read_json(folder / "config.json"))
-    config = Path(_from_hub(name, ["config.json"], revision, token)) / "config.json"
+    config = fetch(name, ["config.json"], revision, token) / "config.json"
     if not config.is_file():
         raise InputError(f"{name}: no config.json on the Hub (or in the local cache); expected a transformers model")
     return Checkpoint(config.parent, name, config.parent.name, read_json(config))
@@ -187,15 +204,48 @@ def download(checkpoint: Checkpoint, *, token: str | None = None, weights: bool 
 
     A local checkpoint is returned unchanged. Only the shards that the index names are fetched: a repository often also
     holds pickles, GGUF or `consolidated*` copies of the same weights.
+
+    Raises:
+        InputError: see `fetch`.
     """
     if checkpoint.revision is None:
         return checkpoint
-    folder = Path(_from_hub(checkpoint.name, SMALL_FILES, checkpoint.revision, token))
+    folder = fetch(checkpoint.name, SMALL_FILES, checkpoint.revision, token)
     if weights:
         index = folder / INDEX
         wanted = sorted(_shards(folder)) if index.is_file() else [SINGLE]
-        folder = Path(_from_hub(checkpoint.name, wanted, checkpoint.revision, token))
+        folder = fetch(checkpoint.name, wanted, checkpoint.revision, token)
     return Checkpoint(folder, checkpoint.name, checkpoint.revision, checkpoint.config)
+
+
+def same_content(path: Path, remote: RepoFile) -> bool:
+    """Whether a file is, by size and hash, the one that the Hub describes."""
+    if not path.is_file() or path.stat().st_size != remote.size:
+        return False
+    if remote.lfs is not None:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == remote.lfs.sha256
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == remote.blob_id
+
+
+def card_metadata(folder: Path) -> dict[str, Any]:
+    """The metadata at the head of a folder's README.md; empty where there is none that can be read."""
+    from huggingface_hub import ModelCard
+    from yaml import YAMLError
+
+    try:
+        return ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data.to_dict()
+    except (OSError, ValueError, TypeError, YAMLError):
+        return {}
+
+
+def copy_legal_files(source: Path, target: Path) -> None:
+    """Take along what the source's licence wants in every copy."""
+    for pattern in LEGAL_FILES:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)
 
 
 def with_headers(checkpoint: Checkpoint, token: str | None = None) -> Checkpoint:
@@ -204,26 +254,25 @@ def with_headers(checkpoint: Checkpoint, token: str | None = None) -> Checkpoint
     Offline, a Hub checkpoint comes back without headers; they are read once its files are found in the cache.
 
     Raises:
-        InputError: no safetensors, or files that are cut off.
+        InputError: no safetensors, files that are cut off, or the Hub refuses.
     """
     if checkpoint.revision is None:
         checkpoint.read_headers()
         return checkpoint
     from huggingface_hub import constants, get_safetensors_metadata
-    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
     if constants.HF_HUB_OFFLINE:
         return checkpoint
     try:
-        found = get_safetensors_metadata(checkpoint.name, revision=checkpoint.revision, token=token)
+        with hub_errors(checkpoint.name, checkpoint.revision):
+            found = get_safetensors_metadata(checkpoint.name, revision=checkpoint.revision, token=token)
     except NotASafetensorsRepoError as error:
         raise InputError(
             f"{checkpoint.name}: the repository has no {SINGLE} and no {INDEX}; expected safetensors"
         ) from error
     except SafetensorsParsingError as error:
         raise InputError(f"{checkpoint.name}: a safetensors file on the Hub is damaged ({error})") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise InputError(f"{checkpoint.name}: the Hub answered with an error: {str(error).splitlines()[0]}") from error
     headers = {
         name: TensorHeader(file, tuple(info.shape), info.dtype)
         for file, metadata in found.files_metadata.items()
@@ -232,34 +281,117 @@ def with_headers(checkpoint: Checkpoint, token: str | None = None) -> Checkpoint
     return replace(checkpoint, headers=headers)
 
 
-def _from_hub(name: str, patterns: list[str], revision: str | None, token: str | None) -> str:
-    from huggingface_hub import snapshot_download
+def fetch(
+    name: str, patterns: list[str], revision: str | None, token: str | None, local_dir: Path | None = None
+) -> Path:
+    """Bring files of a Hub repository to its place in the cache, or to `local_dir`; the folder they are in.
+
+    They are compared with the Hub's hashes: huggingface_hub notices a body that is too short, but not one that is
+    wrong. Offline, files from the cache are taken as they are.
+
+    Raises:
+        InputError: the Hub refuses or cannot be reached, or a file differs.
+    """
+    from huggingface_hub import HfApi, RepoFile, snapshot_download
+    from huggingface_hub.utils import filter_repo_objects
+
+    with hub_errors(name, revision):
+        folder = Path(
+            snapshot_download(name, revision=revision, token=token, allow_patterns=patterns, local_dir=local_dir)
+        )
+    commit = revision if local_dir else folder.name
+    try:
+        with hub_errors(name, revision):
+            entries = list(HfApi(token=token).list_repo_tree(name, recursive=True, revision=commit))
+    except Unreachable:
+        return folder
+    files = [entry for entry in entries if isinstance(entry, RepoFile)]
+    for file in filter_repo_objects(files, allow_patterns=patterns, key=lambda file: file.path):
+        path = folder / file.path
+        if not same_content(path, file):
+            raise InputError(
+                f"{name}: {file.path} is not what the Hub's hash says (a damaged download); "
+                f"delete {path.resolve()} and repeat the command"
+            )
+    return folder
+
+
+class Unreachable(InputError):
+    """The Hub did not answer at all."""
+
+
+@contextmanager
+def hub_errors(repo: str, revision: str | None = None) -> Iterator[None]:
+    """Turn what huggingface_hub raises in the block into one line that says what to do.
+
+    Raises:
+        InputError: the Hub refused or failed.
+        Unreachable: no answer: offline, no network, or the connection broke.
+    """
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # of httpx or httpx2: what this huggingface_hub uses
+
+    try:
+        yield
+    except InputError:
+        raise
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        # upload threads, and downloads that then looked into the cache, wrap what really happened
+        cause = error.__cause__
+        wrapped = isinstance(cause, HfHubHTTPError) or isinstance(error, RuntimeError)
+        kind, reason = _hub_failure((wrapped and cause) or error, revision)
+        raise kind(f"{repo}: {reason}") from error
+
+
+def _hub_failure(error: BaseException, revision: str | None) -> tuple[type[InputError], str]:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
+        HTTPError,
         LocalEntryNotFoundError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
-    try:
-        return str(snapshot_download(name, revision=revision, token=token, allow_patterns=patterns))
-    except GatedRepoError as error:
-        raise InputError(
-            f"{name}: gated; accept its terms on the Hub and log in (hf auth login) or pass --token"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise InputError(
-            f"{name}: no such folder here and no such repository on the Hub (or it is private: log in)"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise InputError(f"{name}: no revision {revision!r} on the Hub") from error
-    except LocalEntryNotFoundError as error:
-        raise InputError(f"{name}: not in the local cache and the Hub cannot be reached (offline?)") from error
-    except HFValidationError as error:
-        raise InputError(f"{name}: no such folder, and not a valid Hub id") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise InputError(f"{name}: the Hub answered with an error: {str(error).splitlines()[0]}") from error
-    except ValueError as error:  # such as a malformed HF_ENDPOINT
-        raise InputError(f"{name}: the Hub cannot be asked: {str(error).splitlines()[0]}") from error
+    said = re.sub(r"(hf_|Bearer )\S+", r"\1...", (str(error).strip().splitlines() or [type(error).__name__])[0])
+    if isinstance(error, GatedRepoError):
+        return InputError, "gated; accept its terms on the Hub and log in (hf auth login) or pass --token"
+    if isinstance(error, RepositoryNotFoundError):
+        return InputError, "no such repository on the Hub, or it is private; check the name, log in or pass --token"
+    if isinstance(error, RevisionNotFoundError):
+        return InputError, f"no revision {revision!r} on the Hub"
+    if isinstance(error, HfHubHTTPError):
+        return InputError, _status_failure(error, said)
+    if isinstance(error, LocalTokenNotFoundError):
+        return InputError, "not logged in; run hf auth login or pass --token"
+    if isinstance(error, HFValidationError):
+        return InputError, "not a Hub id; expected namespace/name"
+    if isinstance(error, LocalEntryNotFoundError):
+        return Unreachable, "not in the local cache, and the Hub cannot be reached (offline?)"
+    if isinstance(error, OfflineModeIsEnabled):
+        return Unreachable, "the Hub may not be asked while HF_HUB_OFFLINE is set"
+    if isinstance(error, HTTPError):
+        return Unreachable, f"the connection to the Hub failed ({said}); repeat the command to continue"
+    return InputError, f"the Hub could not be used ({said})"
+
+
+def _status_failure(error: Any, said: str) -> str:
+    """What an HTTP error status means for who reads it."""
+    status = error.response.status_code
+    said = error.server_message or said
+    if status == 401:
+        return "the Hub does not accept the token; log in again (hf auth login) or pass another --token"
+    if status == 403:
+        return f"the token has no permission for this ({said}); use one with the right role, of a member"
+    if status == 404:
+        return f"not found on the Hub ({said}); check the name"
+    if status == 412:
+        return "has changed on the Hub meanwhile; nothing was overwritten, look at it and repeat the command"
+    if status == 429:
+        wait = error.response.headers.get("Retry-After")
+        return f"too many requests; repeat the command in {f'{wait} seconds' if wait else 'a few minutes'}"
+    if status >= 500:
+        return f"the Hub has a problem of its own (status {status}); repeat the command later to continue"
+    return f"the Hub refused (status {status}: {said})"
