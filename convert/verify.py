@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from transformers import AutoConfig
 
 from latentfold.convert.checkpoint import CheckpointWriter
 from latentfold.convert.config import ConversionConfig
+from latentfold.convert.errors import InputError
 from latentfold.convert.factorize import LatentAttention
 from latentfold.convert.layers import StreamedModel, attention_inputs
 from latentfold.convert.plan import ConversionPlan, read_config
@@ -21,6 +23,8 @@ LAYOUT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest relative difference of a written layer's attention output from its own factorization, by stored dtype."""
 RELOAD_TOLERANCE = 1e-5
 """Largest relative difference of logits between the written tensors and the reloaded checkpoint (both in float32)."""
+PROBE_TOLERANCE = 1e-3
+"""The same between a finished checkpoint and its record, which another machine may have made."""
 
 
 class _Tensors:
@@ -105,9 +109,37 @@ def latent_attention(layer: LatentAttention, frequencies: Tensor, x: Tensor) -> 
 
 def reload_difference(folder: Path, tokens: Tensor, logits: Tensor, device: torch.device) -> float:
     """Load a written checkpoint afresh, layer by layer; largest logit difference relative to the largest logit."""
+    found = _reloaded_logits(folder, tokens, device)
+    return float((found - logits).abs().max() / logits.abs().max().clamp_min(1e-30))
+
+
+def probe_record(tokens: Tensor, logits: Tensor) -> dict[str, Any]:
+    """What the checkpoint has to give again wherever it is loaded: each probe token's largest logit."""
+    return {"tokens": tokens[0].tolist(), "largest_logits": [round(x, 5) for x in logits[0].amax(-1).tolist()]}
+
+
+def check_probe(folder: Path, recipe: dict[str, Any], device: torch.device) -> None:
+    """Load a finished checkpoint and compare it with what its conversion computed.
+
+    Raises:
+        InputError: it does not load, or gives other logits.
+    """
+    probe = recipe["check"].get("probe")
+    if probe is None:
+        raise InputError(f"{folder}: its record has no logits to compare with; convert again")
+    expected = torch.tensor(probe["largest_logits"])
+    found = _reloaded_logits(folder, torch.tensor([probe["tokens"]]), device)[0].amax(-1).cpu()
+    difference = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+    if not difference <= PROBE_TOLERANCE:
+        raise InputError(
+            f"{folder}: loaded here it gives other logits than when it was converted (relative difference "
+            f"{difference:.1e}, allowed {PROBE_TOLERANCE:.0e}); convert again, and report this if it stays"
+        )
+
+
+def _reloaded_logits(folder: Path, tokens: Tensor, device: torch.device) -> Tensor:
     checkpoint = open_checkpoint(folder)
     checkpoint.read_headers()
     model = StreamedModel(checkpoint, read_config(checkpoint), torch.float32, device)
     with torch.no_grad():
-        found = model.logits(tokens)
-    return float((found - logits).abs().max() / logits.abs().max().clamp_min(1e-30))
+        return model.logits(tokens)
