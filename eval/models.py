@@ -1,0 +1,46 @@
+"""A checkpoint as its users run it: whole, through plain transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from latentfold.convert.errors import InputError
+from latentfold.convert.plan import read_config
+from latentfold.convert.source import Checkpoint
+
+
+@contextmanager
+def loaded(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Iterator[Any]:
+    """The model with its weights, for the length of the block, so that two models need not be in memory at once.
+
+    Raises:
+        InputError: the weights do not fit in the device's memory.
+    """
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype)
+        model.to(device).eval()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(f"{checkpoint.name}: its weights do not fit in the memory of {device}") from error
+    try:
+        yield model
+    finally:
+        model.to("meta")  # frees the weights even where the caller still holds the model
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def max_positions(checkpoint: Checkpoint) -> int | None:
+    """The longest context config.json allows, or None where it does not say."""
+    return getattr(read_config(checkpoint).get_text_config(), "max_position_embeddings", None)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch ran out of memory; its CPU allocator says so only in words."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
