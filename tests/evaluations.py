@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from latentfold.eval.records import (
@@ -35,12 +36,11 @@ def text_result(
 
     def losses(context: float) -> tuple[float, float]:
         share = math.log2(1 + context) / math.log2(1 + length)
-        loss = original + 0.9 * (1 - share) ** 2
-        return loss, loss + gap * (0.75 + 0.35 * share)
+        return original + 0.9 * (1 - share) ** 2, gap * (0.65 + 0.4 * share)
 
     def row(start: int, end: int) -> Nll:
-        a, b = losses((start + end) / 2)
-        return Nll(start, end, windows * (end - start), a, b, b - a, 0.02 * gap + 0.001)
+        loss, difference = losses((start + end) / 2)
+        return Nll(start, end, windows * (end - start), loss, loss + difference, difference, 0.02 * abs(gap) + 0.001)
 
     contexts = [(2**i + 2 ** (i + 1)) / 2 for i in range(length.bit_length() - 1)]
     return TextResult(
@@ -49,14 +49,14 @@ def text_result(
         windows=windows,
         window_length=window_length,
         skipped_tokens=1000 if name == NOVEL else 0,
-        overall=Nll(0, length, windows * length, original, original + gap, gap, 0.013),
-        by_position=tuple(row(start, end) for start, end in zip(edges, edges[1:], strict=False)),
-        curve=Curve(tuple(contexts), tuple(losses(c)[0] for c in contexts), tuple(losses(c)[1] for c in contexts)),
+        overall=Nll(0, length, windows * length, original, original + gap, gap, 0.02 * abs(gap)),
+        by_position=tuple(row(start, end) for start, end in pairwise(edges)),
+        curve=Curve(tuple(contexts), tuple(losses(c)[0] for c in contexts), tuple(sum(losses(c)) for c in contexts)),
         agreement=Agreement(
-            kl=1.06 * gap,
+            kl=1.06 * abs(gap),
             kl_standard_error=0.008,
-            kl_quantiles={"0.5": 0.6 * gap, "0.9": 2.4 * gap, "0.99": 6.1 * gap},
-            top1=max(0.0, 1 - 0.8 * gap),
+            kl_quantiles={"0.5": 0.6 * abs(gap), "0.9": 2.4 * abs(gap), "0.99": 6.1 * abs(gap)},
+            top1=min(1.0, max(0.0, 1 - 0.8 * gap)),
         ),
     )
 

@@ -1,0 +1,87 @@
+"""Numbers and names as every report writes them."""
+
+from __future__ import annotations
+
+import math
+
+MISSING = "\N{EN DASH}"
+
+
+def printable(text: str) -> str:
+    """Text from outside without what no screen shows: control characters and lone surrogates become �."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def one_line(text: str) -> str:
+    """For headings, table cells and legends."""
+    return " ".join(printable(text).split())
+
+
+def shortened(text: str, length: int) -> str:
+    """One line of at most `length` characters; the middle goes, since paths differ at their ends."""
+    text = one_line(text)
+    half = (length - 1) // 2
+    return text if len(text) <= length else f"{text[: length - 1 - half]}…{text[-half:]}"
+
+
+def with_error(value: float, error: float | None, form: str = ".3f") -> str:
+    """`value ± error`, both in format `form`, the error's without a sign; without an error the value alone."""
+    return f"{value:{form}}" + (f" ± {error:{form.lstrip('+')}}" if error is not None else "")
+
+
+def perplexity(nll: float) -> float:
+    """exp(nll), infinite where that overflows: a broken conversion is still to be reported."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
+
+
+def ppl(nll: float) -> str:
+    """Perplexity of a loss in nats."""
+    value = perplexity(nll)
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.2f}" if value < 10_000 else f"{value:.2e}"
+
+
+def score(value: float, error: float | None) -> str:
+    """A task's score, of unknown scale: to two digits of its standard error, or to four of its own."""
+    if not error or not math.isfinite(error):
+        return f"{value:.4g}"
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return f"{value:,.{decimals}f} ± {error:,.{decimals}f}"
+
+
+def speed(value: float | None) -> str:
+    """Tokens per second of a model that may have run out of memory."""
+    return "out of memory" if value is None else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def percent(share: float) -> str:
+    """0.577 -> 57.7 %."""
+    return f"{100 * share:.1f} %"
+
+
+def ratio(converted: float | None, original: float | None) -> str:
+    """How many times the original."""
+    return f"{converted / original:.2f}" if converted is not None and original else MISSING
+
+
+def size(value: float) -> str:
+    """Bytes in the largest binary unit that leaves at least 1."""
+    unit, name = size_unit(value)
+    return f"{value / unit:,.1f} {name}" if unit > 1 else f"{value:,.0f} {name}"
+
+
+def size_unit(value: float) -> tuple[int, str]:
+    """The binary unit to write `value` bytes in, with its name."""
+    for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if value >= 1024**power:
+            return 1024**power, name
+    return 1, "bytes"
+
+
+def listed(items: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))

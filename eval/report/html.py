@@ -1,0 +1,125 @@
+"""An evaluation as one self-contained page: no network, no scripts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from latentfold.eval.records import Continuation, Evaluation
+from latentfold.eval.report import formats, plots, verdict
+
+REVISION_LENGTH = 12
+
+
+def html(evaluation: Evaluation, recipe: dict[str, Any] | None = None) -> str:
+    """The report; `recipe`, what latentfold.json holds, adds how the model was converted.
+
+    Same evaluation, same page.
+    """
+    environment = Environment(
+        loader=PackageLoader("latentfold.eval.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: formats.printable(value) if type(value) is str else value,
+    )
+    names = ("one_line", "percent", "perplexity", "ppl", "ratio", "score", "size", "speed", "with_error")
+    environment.globals |= {name: getattr(formats, name) for name in names} | {"MISSING": formats.MISSING}
+    original, converted, known = verdict.compared_cache(evaluation)
+    return environment.get_template("report.html.j2").render(
+        e=evaluation,
+        grade=verdict.grade(evaluation).name,
+        meaning=verdict.meaning(evaluation),
+        findings=verdict.findings(evaluation),
+        cache={"original": original, "converted": converted, "known": known},
+        loss_plot=_drawn(plots.loss_by_context(evaluation)),
+        layer_plot=_drawn(plots.error_by_layer(evaluation)),
+        cache_plot=_drawn(plots.cache_by_context(evaluation)),
+        prefill_plot=_drawn(plots.speed_by_context(evaluation, ["prefill"])),
+        decode_plot=_drawn(plots.speed_by_context(evaluation, ["decode"])),
+        parted=parted,
+        measurement=measurement_facts(evaluation),
+        conversion=conversion_facts(recipe or {}),
+    )
+
+
+def parted(continuation: Continuation) -> tuple[str, str, str]:
+    """What both models wrote alike, and how each went on."""
+    original, converted = continuation.original, continuation.converted
+    pairs = enumerate(zip(original, converted, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(original), len(converted)))
+    return original[:shared], original[shared:], converted[shared:]
+
+
+def measurement_facts(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """What it takes to repeat the measurement, as far as it was recorded."""
+    p = evaluation.provenance
+    revisions = p.get("revisions") or {}
+    speed = p.get("speed") or {}
+    facts = [
+        ("Measured", p.get("created")),
+        ("Computed in", _joined([p.get("dtype"), p.get("device")])),
+        ("Machine", p.get("machine")),
+        ("Seed", p.get("seed")),
+        ("Versions", _joined([f"{name} {version}" for name, version in (p.get("versions") or {}).items()])),
+        ("Python", p.get("python")),
+        ("latentfold commit", p.get("commit")),
+        ("Revision of the original", revisions.get("original")),
+        ("Revision of the converted", revisions.get("converted")),
+        ("Fingerprint of the converted", p.get("fingerprint")),
+        ("Speed measured with", _joined([f"{name} {value}" for name, value in speed.items()])),
+    ]
+    texts = [
+        (
+            f"Text {formats.one_line(text.name)}",
+            f"{text.windows} x {text.window_length:,} tokens, {text.skipped_tokens:,} skipped, SHA-256 {text.sha256}",
+        )
+        for text in evaluation.texts
+    ]
+    return _known(facts) + texts
+
+
+def conversion_facts(recipe: dict[str, Any]) -> list[tuple[str, str]]:
+    """How the converted model came about, as far as latentfold.json says."""
+    source, options = recipe.get("source", {}), recipe.get("options", {})
+    calibration, ladder = recipe.get("calibration", {}), recipe.get("ladder", {})
+    windows = calibration.get("windows")
+
+    def change(name: str) -> str | None:
+        sizes = recipe.get(name)
+        return f"{sizes['source']:,} → {sizes['converted']:,}" if sizes else None
+
+    return _known(
+        [
+            ("Source", source.get("name")),
+            ("Source revision", source.get("revision")),
+            ("Architecture", source.get("model_type")),
+            ("Latent values (--kv-rank)", options.get("kv_rank")),
+            ("Rotated values (--rope-dim)", options.get("rope_dim")),
+            ("Cached values per token and layer", change("cache_values")),
+            ("Parameters", change("parameters")),
+            ("Calibration texts", _joined(calibration.get("texts", []))),
+            ("Calibration windows", f"{windows[0]:,} x {windows[1]:,} tokens" if windows else None),
+            ("Calibration SHA-256", calibration.get("sha256")),
+            ("Seed", options.get("seed")),
+            ("Stored as", options.get("dtype")),
+            ("Residual scale", recipe.get("residual_scale")),
+            ("Rope", _joined([f"{name} {value}" for name, value in ladder.get("rope_parameters", {}).items()])),
+            ("latentfold", recipe.get("latentfold")),
+        ]
+    )
+
+
+def _drawn(figure: plots.Figure | None) -> Markup | None:
+    return None if figure is None else Markup(plots.svg(figure))
+
+
+def _joined(parts: list[Any]) -> str | None:
+    return ", ".join(str(part) for part in parts if part) or None
+
+
+def _known(facts: list[tuple[str, Any]]) -> list[tuple[str, str]]:
+    return [(name, str(value)) for name, value in facts if value is not None]
