@@ -10,8 +10,6 @@ from markupsafe import Markup
 from latentfold.eval.records import Continuation, Evaluation
 from latentfold.eval.report import formats, plots, verdict
 
-REVISION_LENGTH = 12
-
 
 def html(evaluation: Evaluation, recipe: dict[str, Any] | None = None) -> str:
     """The report; `recipe`, what latentfold.json holds, adds how the model was converted.
@@ -26,14 +24,15 @@ def html(evaluation: Evaluation, recipe: dict[str, Any] | None = None) -> str:
         undefined=StrictUndefined,
         finalize=lambda value: formats.printable(value) if type(value) is str else value,
     )
-    names = ("one_line", "percent", "perplexity", "ppl", "ratio", "score", "size", "speed", "with_error")
+    names = ("one_line", "percent", "perplexity", "ppl", "ratio", "score", "shortened", "size", "speed", "with_error")
     environment.globals |= {name: getattr(formats, name) for name in names} | {"MISSING": formats.MISSING}
     original, converted, known = verdict.compared_cache(evaluation)
     return environment.get_template("report.html.j2").render(
         e=evaluation,
         grade=verdict.grade(evaluation).name,
         meaning=verdict.meaning(evaluation),
-        findings=verdict.findings(evaluation),
+        findings=_unbroken(verdict.findings(evaluation)),
+        unmeasured=verdict.unmeasured(evaluation),
         cache={"original": original, "converted": converted, "known": known},
         loss_plot=_drawn(plots.loss_by_context(evaluation)),
         layer_plot=_drawn(plots.error_by_layer(evaluation)),
@@ -115,6 +114,11 @@ def conversion_facts(recipe: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _drawn(figure: plots.Figure | None) -> Markup | None:
     return None if figure is None else Markup(plots.svg(figure))
+
+
+def _unbroken(sentences: str) -> str:
+    """No line ends inside `0.530 ± 0.013` or `66.7 %`."""
+    return sentences.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}").replace(" %", "\N{NO-BREAK SPACE}%")
 
 
 def _joined(parts: list[Any]) -> str | None:

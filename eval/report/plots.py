@@ -32,7 +32,7 @@ INK = "#1f2328"
 """Text, axes and grid; inline SVG replaces it by the page's own colour."""
 LINE_STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")
 WIDTH, HEIGHT = 5.8, 3.7
-"""Inches of one axes:  420 x 270 points, legible unscaled on a phone and beside a table."""
+"""Inches of one axes; 420 x 270 points, legible unscaled on a phone and beside a table."""
 SVG = "http://www.w3.org/2000/svg"
 XLINK = "http://www.w3.org/1999/xlink"
 

@@ -55,7 +55,7 @@ def meaning(evaluation: Evaluation) -> str:
 
 def verdict(evaluation: Evaluation) -> str:
     """A paragraph for who knows language models but not this tool: judgement, saving, cost, and what is not known."""
-    return f"{grade(evaluation).name}: {meaning(evaluation)}. {findings(evaluation)}"
+    return f"{grade(evaluation).name}: {meaning(evaluation)}. {findings(evaluation)} {unmeasured(evaluation)}"
 
 
 def findings(evaluation: Evaluation) -> str:
@@ -64,8 +64,24 @@ def findings(evaluation: Evaluation) -> str:
     sentences = [_cache(e)]
     if math.isfinite(e.overall.gap):
         sentences += [_cost(e), *_by_context(e), _agreement(e)]
-    sentences += [*_speed(e), *_tasks(e), _unmeasured(e)]
+    sentences += [*_speed(e), *_tasks(e)]
     return " ".join(sentences)
+
+
+def unmeasured(evaluation: Evaluation) -> str:
+    """What the evaluation says nothing about, as a sentence."""
+    e = evaluation
+    longest = max(text.window_length for text in e.texts)
+    gaps = {
+        f"contexts beyond {longest:,} tokens": True,
+        "the uncertainty of the loss (too little text)": e.overall.gap_standard_error is None,
+        "the cache in use": compared_cache(e)[2] == "counted",
+        "the error of each layer": not e.layers,
+        "continuations": not e.continuations,
+        "speed": not e.speed,
+        "tasks": not e.tasks,
+    }
+    return f"Not measured: {listed([name for name, missing in gaps.items() if missing])}."
 
 
 def compared_cache(evaluation: Evaluation) -> tuple[float, float, str]:
@@ -159,17 +175,3 @@ def clearly_worse(task: TaskScore) -> bool | None:
         return None
     loss = task.original - task.converted if task.higher_is_better else task.converted - task.original
     return loss > 2 * math.hypot(errors[0], errors[1])
-
-
-def _unmeasured(e: Evaluation) -> str:
-    longest = max(text.window_length for text in e.texts)
-    gaps = {
-        f"contexts beyond {longest:,} tokens": True,
-        "the uncertainty of the loss (too little text)": e.overall.gap_standard_error is None,
-        "the cache in use": compared_cache(e)[2] == "counted",
-        "the error of each layer": not e.layers,
-        "continuations": not e.continuations,
-        "speed": not e.speed,
-        "tasks": not e.tasks,
-    }
-    return f"Not measured: {listed([name for name, missing in gaps.items() if missing])}."
