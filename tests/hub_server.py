@@ -22,9 +22,10 @@ object, which Xet cannot take). `CLIENT_ENV` and `env()` set it; without it such
 on the 403 that this server answers a request for a Xet token with.
 
 Where it differs from the Hub: LFS files are served in place and not through a redirect to a CDN; a tree
-listing is one page; `.gitignore` is not applied and a model card's YAML is not validated; repository
-ids are `namespace/name`; multipart uploads, discussions (a pull request is the ref its commit made),
-deletion and settings of repositories, and git itself are not there. What is not there answers 501.
+listing is one page; `.gitignore` is not applied; of a model card's metadata only `CARD_FIELDS` and the shape
+of the model-index are validated; repository ids are `namespace/name`; multipart uploads, discussions (a
+pull request is the ref its commit made), deletion and settings of repositories, and git itself are not
+there. What is not there answers 501.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import yaml
+
 CLIENT_ENV = {
     "HF_HUB_DISABLE_XET": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",  # or the client asks its endpoint which coding agent runs it
@@ -62,6 +65,17 @@ CLIENT_ENV = {
 LFS_THRESHOLD = 10 * 2**20
 LFS_SUFFIXES = (b"bin", b"ckpt", b"gguf", b"npy", b"npz", b"onnx", b"pt", b"pth", b"safetensors")
 GITATTRIBUTES = b"".join(b"*.%b filter=lfs diff=lfs merge=lfs -text\n" % suffix for suffix in LFS_SUFFIXES)
+
+CARD_FIELDS = {
+    "base_model": r"[\w.-]+/[\w.-]+",
+    "language": r"[a-z]{2,3}(-[A-Za-z]+)?|code|multilingual",
+    "library_name": r"[\w.-]+",
+    "license": r"[a-z0-9][a-z0-9.-]*",
+    "license_link": r"https?://\S+|LICEN[SC]E(\.\w+)?",
+    "pipeline_tag": r"[a-z0-9-]+",
+    "tags": r".+",
+}
+"""What the fields of a model card's metadata, or each value of a list there, have to look like."""
 
 _POLL_INTERVAL = 0.01
 """Seconds that closing the server may take."""
@@ -287,6 +301,7 @@ class Fault:
     - `shorten`: the same cut, with a Content-Length that agrees with it.
     - `corrupt`: the last byte of the response's body is wrong; its ETag, hash and length are not.
     - `drop`: close the connection, unanswered, after this many bytes of the request's body.
+    - `garble`: the last byte of the request's body arrives wrong.
     """
 
     method: str
@@ -298,6 +313,7 @@ class Fault:
     shorten: int | None = None
     corrupt: bool = False
     drop: int | None = None
+    garble: bool = False
     after: int = 0
     times: int | None = 1
     hits: int = field(default=0, init=False)
@@ -305,7 +321,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         self._seen = 0
-        effects = [self.status, self.truncate, self.shorten, self.drop, self.corrupt or None]
+        effects = [self.status, self.truncate, self.shorten, self.drop, self.corrupt or None, self.garble or None]
         if sum(effect is not None for effect in effects) != 1:
             raise ValueError(f"a fault has exactly one effect: {self}")
 
@@ -322,11 +338,17 @@ class Fault:
 
     def distort(self, response: Response) -> Response:
         body = response.body
+        if self.garble:
+            return response
         if self.truncate is not None:
             return replace(response, body=body[: self.truncate], declared_length=max(len(body), self.truncate + 1))
         if self.shorten is not None:
             return replace(response, body=body[: self.shorten])
-        return replace(response, body=body[:-1] + bytes(byte ^ 0xFF for byte in body[-1:]))
+        return replace(response, body=wrong_at_the_end(body))
+
+
+def wrong_at_the_end(body: bytes) -> bytes:
+    return body[:-1] + bytes(byte ^ 0xFF for byte in body[-1:])
 
 
 @dataclass(frozen=True)
@@ -401,7 +423,44 @@ def whoami(hub: HubServer, request: Request) -> Response:
 
 @route("POST", "/api/validate-yaml")
 def validate_yaml(hub: HubServer, request: Request) -> Response:
-    return json_response({"errors": [], "warnings": []})
+    errors = [{"message": message} for message in card_errors(request.json()["content"])]
+    return json_response({"errors": errors, "warnings": []}, status=400 if errors else 200)
+
+
+def card_errors(content: str) -> list[str]:
+    """What is wrong with a model card's metadata."""
+    block = re.match(r"\s*---\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", content, re.DOTALL)
+    if block is None:
+        return []  # the Hub warns and accepts
+    try:
+        data = yaml.safe_load(block[1]) or {}
+    except yaml.YAMLError as error:
+        return [f"invalid YAML: {error}"]
+    if not isinstance(data, dict):
+        return ["metadata must be a mapping"]
+    errors = []
+    for field_name, pattern in CARD_FIELDS.items():
+        values = data.get(field_name, [])
+        for value in values if isinstance(values, list) else [values]:
+            if not isinstance(value, str) or not re.fullmatch(pattern, value):
+                errors.append(f'"{field_name}" is not valid: {value!r}')
+    index = data.get("model-index", [])
+    if not isinstance(index, list):
+        return [*errors, '"model-index" must be an array']
+    for number, model in enumerate(index):
+        try:
+            strings, numbers = [model["name"]], []
+            for result in model["results"]:
+                strings += [result["task"]["type"], result["dataset"]["type"], result["dataset"]["name"]]
+                strings += [metric["type"] for metric in result["metrics"]]
+                numbers += [metric["value"] for metric in result["metrics"]]
+        except (KeyError, TypeError) as error:
+            errors.append(f'"model-index[{number}]" lacks {error}')
+        else:
+            errors += [
+                f'"model-index[{number}]": {each!r} must be a string' for each in strings if type(each) is not str
+            ]
+    return errors
 
 
 @route("POST", "/api/repos/create")
@@ -865,6 +924,8 @@ class _Handler(BaseHTTPRequestHandler):
 
         limit = fault.drop if fault else None
         body = self._read_body(limit)
+        if fault and fault.garble:
+            body = wrong_at_the_end(body)
         response = None
         if limit is None:
             response = self._respond(Request(self.command, url.path, query, headers, body), fault)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import click
 
+from latentfold.convert.cli.card import card
 from latentfold.convert.cli.convert import convert
 from latentfold.convert.cli.evaluate import evaluate
 from latentfold.convert.cli.inspect import inspect
+from latentfold.convert.cli.push import push
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -18,10 +20,12 @@ def main() -> None:
     latentfold inspect MODEL            sizes, KV cache, proposed --kv-rank and --rope-dim
     latentfold convert MODEL OUT        write an MLA checkpoint that stock engines load
     latentfold eval MODEL OUT           perplexity, agreement, layer errors, cache of both
+    latentfold card OUT                 write its model card
+    latentfold push OUT REPO_ID         publish it on the Hub
 
     MODEL is a folder or a Hub id. HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured.
     """
 
 
-for command in (inspect, convert, evaluate):
+for command in (inspect, convert, evaluate, card, push):
     main.add_command(command)

@@ -1,0 +1,234 @@
+"""Publishing a converted checkpoint: what may go to the Hub, and one commit that brings all of it there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from latentfold.convert.checkpoint import sha256
+from latentfold.convert.errors import InputError
+from latentfold.convert.recipe import RECIPE
+from latentfold.convert.source import LEGAL_FILES, hub_errors, read_json, same_content
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi, RepoFile
+
+GENERATED = ["README.md", "evaluation.json", "report.html", "figures/*.png"]
+"""Written beside a checkpoint after its conversion."""
+ALLOWED = [RECIPE, *GENERATED, *LEGAL_FILES, ".gitattributes"]
+SECRETS = {
+    "a Hub token": r"\bhf_[A-Za-z0-9]{20,}",
+    "an API key": r"\bsk-[A-Za-z0-9_-]{20,}",
+    "an AWS key": r"\bAKIA[0-9A-Z]{16}\b",
+    "a GitHub token": r"\bgh[pousr]_[A-Za-z0-9]{36}",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+}
+UNSCANNED = {".safetensors", ".png"}
+NOTICES = {
+    "*-nd-*": "forbids derivatives: ask the original's author before you publish a conversion",
+    "cc-by-nc-*": "allows no commercial use",
+    "llama*": "wants 'Built with Llama' shown, its LICENSE, NOTICE and use policy beside the weights, and since "
+    "Llama 3 a model name that begins with Llama",
+    "gemma": "wants its terms passed on, a notice file, and a statement that the weights were modified",
+    "other": "is not a standard one: read its terms before you publish",
+}
+"""What to know before publishing under a licence, by its Hub id; the first pattern that matches."""
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What became of a push.
+
+    Attributes:
+        url: of the commit, the pull request, or the repository where nothing was to be done.
+        commit: its hash.
+        changed: whether there was anything to do.
+    """
+
+    url: str
+    commit: str
+    changed: bool
+
+
+def check_files(folder: Path, recipe: Mapping[str, Any]) -> None:
+    """Compare a converted folder with the hashes that its conversion recorded.
+
+    Raises:
+        InputError: a file is missing or changed.
+    """
+    for name, expected in recipe["files"].items():
+        if not (folder / name).is_file():
+            raise InputError(f"{folder}: {name} is missing; convert again")
+        if sha256(folder / name) != expected:
+            raise InputError(f"{folder}: {name} is not what the conversion wrote (its SHA-256 differs); convert again")
+
+
+def files_to_push(folder: Path, recipe: Mapping[str, Any]) -> dict[str, Path]:
+    """Name in the repository -> file, of everything in a converted folder.
+
+    Raises:
+        InputError: there is a file that does not belong to a conversion, or one that holds a secret.
+    """
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    stray = [name for name in files if name not in recipe["files"] and not _matches(name, ALLOWED)]
+    if stray:
+        raise InputError(f"{folder}: holds {', '.join(stray)}, which is no part of a conversion; move it elsewhere")
+    for name, path in files.items():
+        text = "" if path.suffix in UNSCANNED else path.read_text(encoding="utf-8", errors="replace")
+        for kind, pattern in SECRETS.items():
+            if re.search(pattern, text):
+                raise InputError(f"{folder}: {name} holds what looks like {kind}; nothing was sent, remove it")
+    return files
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a path matches a pattern as deep as itself (fnmatch alone lets `*` match slashes)."""
+    return any(fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
+
+
+def licence_notice(recipe: Mapping[str, Any]) -> str | None:
+    """What to mind about the original's licence before publishing, or None."""
+    licence = recipe["source"].get("license")
+    if not isinstance(licence, str):
+        return "the original's licence is not known here: make sure that it allows publishing a conversion"
+    for pattern, notice in NOTICES.items():
+        if fnmatch(licence.lower(), pattern):
+            return f"the original's licence ({licence}) {notice}"
+    return None
+
+
+def push(
+    files: Mapping[str, Path],
+    repo: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
+    message: str = "Upload an MLA conversion",
+    tag: str | None = None,
+    overwrite: bool = False,
+    token: str | None = None,
+    endpoint: str | None = None,
+) -> PushResult:
+    """Bring files to a model repository in one commit, and check that they arrived.
+
+    A repository that does not exist is created. Files of an earlier conversion that are not in `files` go in the same
+    commit. Interrupted, a push leaves the repository as it was; repeated, it sends no large file again that arrived.
+
+    Args:
+        files: name in the repository -> file.
+        repo: namespace/name.
+        private: for a repository that is created.
+        revision: branch to commit to, made from the main one if there is none; default: the main one.
+        create_pr: propose the commit as a pull request instead.
+        message: of the commit.
+        tag: name to give the commit.
+        overwrite: replace everything in a repository that holds something else than a conversion.
+        token: Hub token; None: HF_TOKEN or the stored one.
+        endpoint: of the Hub; None: HF_ENDPOINT or huggingface.co.
+
+    Raises:
+        InputError: the Hub refuses or fails, the repository holds something else, or it changed meanwhile.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+
+    if create_pr and (revision or tag):
+        raise InputError("--create-pr: goes to the main branch and has no commit to tag yet; drop --revision and --tag")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise InputError(f"{repo}: expected a repository as namespace/name")
+    if token is None and get_token() is None:
+        raise InputError(f"{repo}: not logged in; run hf auth login, set HF_TOKEN or pass --token")
+    api = HfApi(endpoint=endpoint, token=token)
+    with hub_errors(repo, revision):
+        parent = _parent(api, repo, private=private, revision=revision)
+        there = _remote_files(api, repo, parent)
+        _check_tag(api, repo, tag, parent)
+        old = _replaceable(api, repo, parent, there, overwrite=overwrite)
+        additions = [name for name, path in files.items() if name not in there or not same_content(path, there[name])]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            *(CommitOperationDelete(name, is_folder=False) for name in sorted(old - set(files))),
+            *(CommitOperationAdd(name, files[name]) for name in additions),
+        ]
+        commit, url = parent, f"{api.endpoint}/{repo}"
+        if operations:
+            done = api.create_commit(
+                repo,
+                operations,
+                commit_message=message,
+                revision=revision,
+                create_pr=create_pr,
+                parent_commit=parent,
+            )
+            commit, url = done.oid, done.pr_url or done.commit_url
+        check_arrival(api, repo, commit, files)
+        if tag:
+            api.create_tag(repo, tag=tag, revision=commit, exist_ok=True)
+    return PushResult(url, commit, bool(operations))
+
+
+def _parent(api: HfApi, repo: str, *, private: bool, revision: str | None) -> str:
+    """The commit to build on; the repository and the branch are made if they do not exist."""
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        main = api.model_info(repo)
+    except RepositoryNotFoundError:
+        api.create_repo(repo, private=private)
+        main = api.model_info(repo)
+    if private and not main.private:
+        raise InputError(f"{repo}: is public, and --private is for new repositories; make it private on the Hub first")
+    if revision is None:
+        return str(main.sha)
+    try:
+        return str(api.model_info(repo, revision=revision).sha)
+    except RevisionNotFoundError:
+        api.create_branch(repo, branch=revision)
+        return str(main.sha)
+
+
+def _remote_files(api: HfApi, repo: str, commit: str) -> dict[str, RepoFile]:
+    from huggingface_hub import RepoFile
+
+    tree = api.list_repo_tree(repo, recursive=True, revision=commit)
+    return {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
+
+
+def _check_tag(api: HfApi, repo: str, tag: str | None, parent: str) -> None:
+    """A tag that stands for another commit is not moved; one on the newest is what a push that was repeated finds."""
+    for ref in api.list_repo_refs(repo).tags if tag else ():
+        if ref.name == tag and ref.target_commit != parent:
+            raise InputError(f"{repo}: has a tag {tag} on another commit; choose another name")
+
+
+def _replaceable(api: HfApi, repo: str, commit: str, there: Iterable[str], *, overwrite: bool) -> set[str]:
+    """Names in the repository that a push may delete: an earlier conversion's, or with `overwrite` all."""
+    names = set(there) - {".gitattributes"}
+    if overwrite:
+        return names
+    if names and RECIPE not in names:
+        raise InputError(
+            f"{repo}: holds {sorted(names)[0]} and no {RECIPE}, so it is no conversion; "
+            "choose another repository, or pass --overwrite to replace everything in it"
+        )
+    if not names:
+        return names
+    with TemporaryDirectory() as folder:
+        earlier = read_json(Path(api.hf_hub_download(repo, RECIPE, revision=commit, local_dir=folder))).get("files", {})
+    return {name for name in names if name in earlier or _matches(name, [RECIPE, *GENERATED])}
+
+
+def check_arrival(api: HfApi, repo: str, commit: str, files: Mapping[str, Path]) -> None:
+    """Compare sizes and hashes of what the Hub holds with the files that were sent.
+
+    Raises:
+        InputError: a file is not there, or another.
+    """
+    there = _remote_files(api, repo, commit)
+    wrong = [name for name, path in files.items() if name not in there or not same_content(path, there[name])]
+    if wrong:
+        raise InputError(f"{repo}: {', '.join(wrong)} arrived damaged in commit {commit}; repeat the command")
