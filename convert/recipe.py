@@ -7,15 +7,17 @@ import json
 import platform
 from dataclasses import fields
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from latentfold.convert.checkpoint import CheckpointWriter
+from latentfold.convert.checkpoint import PARTIAL, CheckpointWriter
 from latentfold.convert.config import ConversionConfig
 from latentfold.convert.corpus import Windows
+from latentfold.convert.errors import InputError
 from latentfold.convert.plan import ConversionPlan
-from latentfold.convert.source import card_metadata
+from latentfold.convert.source import card_metadata, read_json
 from latentfold.convert.targets import deepseek
 
 RECIPE = "latentfold.json"
@@ -24,6 +26,25 @@ RECIPE = "latentfold.json"
 def fingerprint(recipe: dict[str, Any]) -> str:
     """SHA-256 over the names and hashes of the checkpoint's files: which conversion an evaluation speaks of."""
     return hashlib.sha256(json.dumps(recipe["files"], sort_keys=True).encode()).hexdigest()
+
+
+def read_recipe(folder: Path) -> dict[str, Any]:
+    """The record of a finished conversion.
+
+    Raises:
+        InputError: no such folder, not a converted checkpoint, an unfinished one, or a damaged record.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
+    if (folder / PARTIAL).exists():
+        raise InputError(f"{folder}: an unfinished conversion; repeat its command to finish it")
+    if not (folder / RECIPE).is_file():
+        raise InputError(f"{folder}: no {RECIPE}; expected a folder that latentfold convert wrote")
+    recipe = read_json(folder / RECIPE)
+    missing = [key for key in ("source", "options", "calibration", "check", "files") if key not in recipe]
+    if missing:
+        raise InputError(f"{folder / RECIPE}: has no {', '.join(missing)}; convert again")
+    return recipe
 
 
 def starting_recipe(config: ConversionConfig, plan: ConversionPlan, windows: Windows) -> dict[str, Any]:
