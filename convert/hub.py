@@ -113,7 +113,6 @@ def push(
     tag: str | None = None,
     overwrite: bool = False,
     token: str | None = None,
-    endpoint: str | None = None,
 ) -> PushResult:
     """Bring files to a model repository in one commit, and check that they arrived.
 
@@ -130,7 +129,6 @@ def push(
         tag: name to give the commit.
         overwrite: replace everything in a repository that holds something else than a conversion.
         token: Hub token; None: HF_TOKEN or the stored one.
-        endpoint: of the Hub; None: HF_ENDPOINT or huggingface.co.
 
     Raises:
         InputError: the Hub refuses or fails, the repository holds something else, or it changed meanwhile.
@@ -141,10 +139,10 @@ def push(
         raise InputError("--create-pr: goes to the main branch and has no commit to tag yet; drop --revision and --tag")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise InputError(f"{repo}: expected a repository as namespace/name")
-    if token is None and get_token() is None:
-        raise InputError(f"{repo}: not logged in; run hf auth login, set HF_TOKEN or pass --token")
-    api = HfApi(endpoint=endpoint, token=token)
     with hub_errors(repo, revision):
+        if token is None and get_token() is None:
+            raise InputError(f"{repo}: not logged in; run hf auth login, set HF_TOKEN or pass --token")
+        api = HfApi(token=token)
         parent = _parent(api, repo, private=private, revision=revision)
         there = _remote_files(api, repo, parent)
         _check_tag(api, repo, tag, parent)

@@ -28,7 +28,7 @@ BEGIN, END = "<!-- latentfold:begin -->", "<!-- latentfold:end -->"
 TAGS = ["latentfold", "mla", "multi-head-latent-attention", "kv-cache"]
 FIGURES = {
     f"figures/{draw.__name__}.png": draw
-    for draw in (plots.loss_by_context, plots.error_by_layer, plots.cache_by_context, plots.decode_by_context)
+    for draw in (plots.loss_by_context, plots.error_by_layer, plots.cache_by_context, plots.speed_by_context)
 }
 
 
@@ -101,7 +101,8 @@ def render_card(recipe: dict[str, Any], evaluation: Evaluation | None, existing:
 def _with_body(text: str, body: str) -> str:
     """`text` with what lies between the markers replaced, or `body` after it where there are none."""
     if text.count(BEGIN) == text.count(END) == 0:
-        return "\n".join(filter(None, [text.rstrip("\n"), "", body, ""])) if text.strip() else f"\n{body}\n"
+        own = text.rstrip("\n")
+        return f"{own}\n\n{body}\n" if own else f"\n{body}\n"
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     if text.count(BEGIN) != 1 or text.count(END) != 1 or END in before:
