@@ -145,13 +145,13 @@ def push(
         api = HfApi(token=token)
         parent = _parent(api, repo, private=private, revision=revision)
         there = _remote_files(api, repo, parent)
-        _check_tag(api, repo, tag, parent)
         old = _replaceable(api, repo, parent, there, overwrite=overwrite)
         additions = [name for name, path in files.items() if name not in there or not same_content(path, there[name])]
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
             *(CommitOperationDelete(name, is_folder=False) for name in sorted(old - set(files))),
             *(CommitOperationAdd(name, files[name]) for name in additions),
         ]
+        _check_tag(api, repo, tag, None if operations else parent)
         commit, url = parent, f"{api.endpoint}/{repo}"
         if operations:
             done = api.create_commit(
@@ -196,10 +196,10 @@ def _remote_files(api: HfApi, repo: str, commit: str) -> dict[str, RepoFile]:
     return {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
 
 
-def _check_tag(api: HfApi, repo: str, tag: str | None, parent: str) -> None:
-    """A tag that stands for another commit is not moved; one on the newest is what a push that was repeated finds."""
+def _check_tag(api: HfApi, repo: str, tag: str | None, commit: str | None) -> None:
+    """Refuse a tag that stands for anything else than `commit` (None: one that is still to be made)."""
     for ref in api.list_repo_refs(repo).tags if tag else ():
-        if ref.name == tag and ref.target_commit != parent:
+        if ref.name == tag and ref.target_commit != commit:
             raise InputError(f"{repo}: has a tag {tag} on another commit; choose another name")
 
 
