@@ -32,6 +32,7 @@ class ConversionConfig:
         device: torch device, or "auto".
         dtype: "bfloat16", "float32", or "auto" (the source's; float16 becomes bfloat16).
         max_shard_size: as in transformers, "5GB".
+        stream: keep no copy of a Hub source: fetch its shards when they are needed and delete them (slower).
         overwrite: replace what `output` holds, once the new checkpoint is complete.
         progress: show progress on stderr.
     """
@@ -50,6 +51,7 @@ class ConversionConfig:
     device: str = "auto"
     dtype: str = "auto"
     max_shard_size: str = "5GB"
+    stream: bool = False
     overwrite: bool = False
     progress: bool = True
 

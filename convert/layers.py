@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,36 @@ class TensorReader(Protocol):
 ATTENTION = "latentfold_sdpa"
 
 
+@dataclass(frozen=True)
+class Heads:
+    """What one call of attention works on, rotated and with KV heads repeated to query heads.
+
+    Attributes:
+        query, key: (B, H, T, d).  value: (B, H, T, e).
+        mask: (B, 1, T, T), True where a query sees a key; None: causal.
+        scale: of the scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+
+
+_watched: WeakKeyDictionary[nn.Module, list[Heads]] = WeakKeyDictionary()
+
+
+@contextmanager
+def watched_heads(attention: nn.Module) -> Iterator[list[Heads]]:
+    """Collects the heads of every call of an attention module of a `StreamedModel`, for the length of the block."""
+    _watched[attention] = []
+    try:
+        yield _watched[attention]
+    finally:
+        del _watched[attention]
+
+
 def _equal_heads_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -35,6 +67,10 @@ def _equal_heads_sdpa(
 
     torch's fused CPU kernel wants heads of one size; without it MLA's attention is four times slower.
     """
+    if module in _watched:
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+        _watched[module].append(Heads(query, keys, values, attention_mask, kwargs["scaling"]))
     size = value.shape[-1]
     padded = nn.functional.pad(value, (0, query.shape[-1] - size)) if size < query.shape[-1] else value
     output, weights = sdpa_attention_forward(module, query, key, padded, attention_mask, **kwargs)

@@ -26,9 +26,10 @@ from latentfold.convert.layers import StreamedModel, attention_inputs
 from latentfold.convert.plan import ConversionPlan, make_plan
 from latentfold.convert.recipe import RECIPE, finished_recipe, starting_recipe
 from latentfold.convert.rope import fit_slots
-from latentfold.convert.source import Checkpoint, download, open_checkpoint, with_headers
+from latentfold.convert.source import Checkpoint, copy_legal_files, download, open_checkpoint, with_headers
+from latentfold.convert.stream import stream
 from latentfold.convert.targets import deepseek
-from latentfold.convert.verify import RELOAD_TOLERANCE, MemoryTarget, reload_difference
+from latentfold.convert.verify import RELOAD_TOLERANCE, MemoryTarget, probe_record, reload_difference
 
 LADDER_WINDOWS = 2
 LADDER_SWEEPS = 3
@@ -99,8 +100,11 @@ def prepare(config: ConversionConfig) -> tuple[ConversionPlan, Any, Windows]:
         purpose="calibration",
         vocab_size=plan.shape.vocab_size,
     )
-    checkpoint = download(checkpoint, token=config.token)
-    checkpoint.read_headers()
+    if config.stream:
+        checkpoint = stream(checkpoint, config.token)
+    else:
+        checkpoint = download(checkpoint, token=config.token)
+        checkpoint.read_headers()
     plan = make_plan(config, checkpoint)
     checkpoint.check_values()
     return plan, tokenizer, windows
@@ -175,6 +179,7 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
     logits = target.logits()
     recipe = finished_recipe(recipe, plan, ladder, writer)
     write_small_files(plan, ladder, tokenizer, writer.folder)
+    copy_legal_files(plan.checkpoint.folder, writer.folder)
     writer.write_index()
     difference = reload_difference(writer.folder, target.tokens, logits, config.torch_device)
     if not difference <= RELOAD_TOLERANCE:
@@ -182,7 +187,7 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
             f"{config.output}: reloaded logits differ from those of the written tensors by {difference:.1e} "
             f"(allowed {RELOAD_TOLERANCE:.0e}); the checkpoint was not finished"
         )
-    recipe["check"]["reload_logit_difference"] = difference
+    recipe["check"] |= {"reload_logit_difference": difference, "probe": probe_record(target.tokens, logits)}
     recipe["files"] = writer.hashes()
     replace_text(writer.folder / RECIPE, json.dumps(recipe, indent=2) + "\n")
     writer.finish()

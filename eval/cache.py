@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PretrainedConfig
 
 from latentfold.convert.layers import StreamedModel
 from latentfold.convert.shapes import ModelShape
-from latentfold.eval.records import CacheSize
+from latentfold.eval.records import CachePoint, CacheSize
 
 MEASURED_TOKENS = 32
 
@@ -24,6 +26,28 @@ def cache_size(model: StreamedModel, shape: ModelShape, tokens: Tensor) -> Cache
             hidden = layer(hidden, **kwargs[index])
     counted = shape.num_layers * shape.cache_values * model.dtype.itemsize
     return CacheSize(counted=float(counted), measured=held_bytes(cache) / tokens.shape[1])
+
+
+@torch.no_grad()
+def cache_by_context(
+    original: PretrainedConfig, converted: PretrainedConfig, dtypes: Sequence[torch.dtype], contexts: Sequence[int]
+) -> tuple[CachePoint, ...]:
+    """What the caches hold after each of `contexts` tokens of one sequence.
+
+    The models run on torch's meta device: transformers' own code fills its own cache, with tensors that have a shape
+    and a dtype but no content, so any length of any model takes no time and no memory.
+    """
+    held: list[list[int]] = []
+    for config, dtype in zip((original, converted), dtypes, strict=True):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        bytes_held = []
+        for context in contexts:
+            cache = DynamicCache(config=config)
+            model.model(input_ids=torch.zeros(1, context, dtype=torch.long, device="meta"), cache=cache)
+            bytes_held.append(held_bytes(cache))
+        held.append(bytes_held)
+    return tuple(CachePoint(*point) for point in zip(contexts, *held, strict=True))
 
 
 def held_bytes(cache: Cache) -> int:

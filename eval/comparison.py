@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import platform
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import resources
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from latentfold.convert.checkpoint import replace_text
 from latentfold.convert.config import DEFAULT_WINDOW, resolve_device
-from latentfold.convert.corpus import Document, Windows, make_windows, read_documents, tokenize
+from latentfold.convert.corpus import Document, Windows, make_windows, tokenize
 from latentfold.convert.errors import InputError
-from latentfold.convert.layers import StreamedModel, attention_inputs
+from latentfold.convert.layers import StreamedModel, attention_inputs, watched_heads
 from latentfold.convert.pipeline import load_tokenizer
 from latentfold.convert.plan import read_config
-from latentfold.convert.recipe import RECIPE
+from latentfold.convert.recipe import RECIPE, fingerprint
 from latentfold.convert.shapes import model_shape
 from latentfold.convert.source import Checkpoint, download, open_checkpoint, read_json
-from latentfold.eval.cache import cache_size
-from latentfold.eval.predictions import TokenScores, agreement, nll, position_buckets, score_tokens
-from latentfold.eval.records import Evaluation, LayerError
+from latentfold.eval.attention import AttentionErrors
+from latentfold.eval.cache import cache_by_context, cache_size
+from latentfold.eval.continuations import PROMPTS
+from latentfold.eval.continuations import continuations as continue_prompts
+from latentfold.eval.predictions import (
+    TokenScores,
+    agreement,
+    curve,
+    macro_agreement,
+    macro_nll,
+    nll,
+    position_buckets,
+    score_tokens,
+)
+from latentfold.eval.provenance import provenance
+from latentfold.eval.records import EVALUATION, Evaluation, LayerError, TextResult
+from latentfold.eval.speed import measure_speed
+from latentfold.eval.tasks import check_tasks, run_tasks
+from latentfold.eval.texts import open_texts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHORTEST_CONTEXT = 512
 NOVEL = "Persuasion (1817), bundled"
 NOVEL_FRONT_MATTER = 1000
 """Tokens of the bundled novel that are passed over: title, contents, first page."""
@@ -41,27 +61,46 @@ def evaluate(
     seq_len: int | None = None,
     windows: int = 4,
     skip: int | None = None,
+    continuations: bool = False,
+    prompts: Sequence[str] = (),
+    speed: bool = False,
+    contexts: Sequence[int] = (),
+    batches: Sequence[int] = (1,),
+    tasks: Sequence[str] = (),
+    include_path: str | None = None,
+    limit: int | None = None,
     device: str = "auto",
     dtype: str = "float32",
+    seed: int = 0,
     revision: str | None = None,
     token: str | None = None,
+    command: str | None = None,
     progress: bool = True,
 ) -> Evaluation:
     """Measure what a conversion cost.
 
     Args:
         original, converted: folders or Hub ids of two models with the same tokenizer.
-        text: text or jsonl files; default: the opening of a novel bundled for evaluation only.
+        text: text or jsonl files, or data sets as `hf:DATASET[:CONFIG[:SPLIT]]`; default: the opening of a novel
+            bundled for evaluation only.
         seq_len: tokens of a window, 4096 or what the models take by default; perplexity is reported by position.
-        windows: windows to evaluate, at most.
+        windows: windows of each text, at most.
         skip: tokens to pass over at the start of each text; default 0, and 1000 of the bundled novel.
+        continuations: let both models continue `prompts` greedily (default: four bundled ones). Loads them whole.
+        speed: time prefill and decoding over `contexts` (tokens; default 512 to the window length, doubling) and
+            `batches` (sequences), in the dtype the models are stored in. Loads them whole.
+        tasks: names of lm-evaluation-harness tasks; `include_path`: a folder with more of them; `limit`: samples of
+            each, at most. Loads the models whole.
         device, dtype: where and in what the models run.
+        seed: of the random tokens that speed is measured with, and of the harness.
         revision: of the original, if it is a Hub id.
         token: Hub token.
+        command: the command line to record, if any.
         progress: show progress on stderr.
 
     Raises:
-        InputError: a model or text is missing, too short, or the two models do not share a vocabulary.
+        InputError: a model or text is missing, too short, the two models do not share a vocabulary, or something
+            asked for needs an extra that is not installed.
     """
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: expected {', '.join(DTYPES)}")
@@ -69,51 +108,113 @@ def evaluate(
         raise InputError(
             f"--seq-len {seq_len}, --windows {windows}, --skip {skip}: expected at least 16 tokens, 1 window, 0 skipped"
         )
-    torch_device = resolve_device(device)
-    documents = read_documents(text) if text else [bundled_novel()]
+    counts = {"--contexts": contexts, "--batches": batches, "--limit": () if limit is None else (limit,)}
+    for option, given in counts.items():
+        if min(given, default=1) < 1:
+            raise InputError(f"{option} {min(given)}: expected at least 1")
+    if not all(prompt.strip() for prompt in prompts):
+        raise InputError("--prompt: expected some text to continue, found none")
+    torch_device, compute = resolve_device(device), DTYPES[dtype]
+    if tasks:
+        check_tasks(tasks, include_path)
+    documents = open_texts(text, token=token) if text else [bundled_novel()]
     skip = skip if skip is not None else (0 if text else NOVEL_FRONT_MATTER)
     a = _open(original, revision, token)
     b = _open(converted, None, token)
     configs = [read_config(checkpoint) for checkpoint in (a, b)]
     limits = [getattr(config.get_text_config(), "max_position_embeddings", DEFAULT_WINDOW) for config in configs]
-    if seq_len is not None and seq_len > min(limits):
-        name = (a, b)[limits.index(min(limits))].name
-        raise InputError(f"--seq-len {seq_len}: {name} takes at most {min(limits)} positions")
-    windowed = _windows(a, b, documents, seq_len or min(DEFAULT_WINDOW, *limits), windows, skip)
-    tokens = windowed.tokens
+    for option, length in (("--seq-len", seq_len), ("--contexts", max(contexts, default=None))):
+        if length is not None and length > min(limits):
+            name = (a, b)[limits.index(min(limits))].name
+            raise InputError(f"{option} {length}: {name} takes at most {min(limits)} positions")
+    length = seq_len or min(DEFAULT_WINDOW, *limits)
+    windowed = _windows(a, b, documents, length, windows, skip)
     models = [
-        StreamedModel(checkpoint, config, DTYPES[dtype], torch_device)
+        StreamedModel(checkpoint, config, compute, torch_device)
         for checkpoint, config in zip((a, b), configs, strict=True)
     ]
     recipe = _recipe(b, models[1].num_layers)
-    scores, layers = _sweep(models[0], models[1], tokens, recipe, progress)
+    scores, layers = _sweep(models[0], models[1], torch.cat([w.tokens for w in windowed]), recipe, progress)
+    parts = scores.split([len(w.tokens) for w in windowed])
+    texts = tuple(
+        _text_result(document.name, w, part, skip) for document, w, part in zip(documents, windowed, parts, strict=True)
+    )
     caches = []
     for model, checkpoint in zip(models, (a, b), strict=True):
         stored = StreamedModel(checkpoint, model.config, checkpoint.dtype, torch_device)
-        caches.append(cache_size(stored, model_shape(model.config), tokens[:1]))
-    length = tokens.shape[1] - 1
+        caches.append(cache_size(stored, model_shape(model.config), windowed[0].tokens[:1]))
+    record = provenance(command=command, dtype=dtype, device=torch_device, seed=seed) | {
+        "revisions": {"original": a.revision, "converted": b.revision},
+        "fingerprint": fingerprint(recipe) if recipe else None,
+    }
+    written = timed = scored = None
+    if continuations:
+        written = continue_prompts(a, b, prompts or PROMPTS, dtype=compute, device=torch_device)
+    if speed:
+        timed = measure_speed(
+            a,
+            b,
+            contexts=contexts or doubling(SHORTEST_CONTEXT, length),
+            batches=batches,
+            dtype=b.dtype,
+            device=torch_device,
+            seed=seed,
+            progress=progress,
+        )
+        record["speed"] = {"dtype": str(b.dtype).removeprefix("torch."), "attention": "transformers sdpa"}
+    if tasks:
+        scored = run_tasks(
+            a, b, tasks, include_path=include_path, limit=limit, dtype=compute, device=torch_device, seed=seed
+        )
+        record["tasks"] = {"limit": limit, "lm_eval": version("lm_eval")}
     return Evaluation(
         original=a.name,
         converted=b.name,
-        overall=nll(scores, 0, length),
-        by_position=tuple(nll(scores, start, end) for start, end in position_buckets(length)),
-        agreement=agreement(scores),
+        texts=texts,
+        overall=macro_nll([result.overall for result in texts]),
+        agreement=macro_agreement([result.agreement for result in texts]),
         layers=layers,
         cache_original=caches[0],
         cache_converted=caches[1],
-        provenance={
-            "text": list(windowed.sources),
-            "text_sha256": windowed.sha256,
-            "windows": list(tokens.shape),
-            "skipped_tokens": skip,
-            "dtype": dtype,
-            "device": str(torch_device),
-            "revisions": {"original": a.revision, "converted": b.revision},
-            "versions": {name: version(name) for name in ("latentfold", "torch", "transformers")},
-            "python": platform.python_version(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        },
+        cache_by_context=cache_by_context(configs[0], configs[1], (a.dtype, b.dtype), doubling(256, min(limits))),
+        continuations=written,
+        speed=timed,
+        tasks=scored,
+        provenance=record,
     )
+
+
+def doubling(first: int, last: int) -> list[int]:
+    """first, 2 first, 4 first, ... and `last`."""
+    lengths = [min(first, last)]
+    while 2 * lengths[-1] <= last:
+        lengths.append(2 * lengths[-1])
+    return lengths if lengths[-1] == last else [*lengths, last]
+
+
+def _text_result(name: str, windows: Windows, scores: TokenScores, skip: int) -> TextResult:
+    count, length = windows.tokens.shape
+    return TextResult(
+        name=name,
+        sha256=windows.sha256,
+        windows=count,
+        window_length=length,
+        skipped_tokens=skip,
+        overall=nll(scores, 0, length - 1),
+        by_position=tuple(nll(scores, start, end) for start, end in position_buckets(length - 1)),
+        curve=curve(scores),
+        agreement=agreement(scores),
+    )
+
+
+def save(evaluation: Evaluation) -> Path | None:
+    """Leave an evaluation beside the converted checkpoint it speaks of, for its card; None where that is no folder."""
+    folder = Path(evaluation.converted)
+    if not (folder / RECIPE).is_file() or not os.access(folder, os.W_OK):
+        return None
+    path = folder / EVALUATION
+    replace_text(path, json.dumps(evaluation.to_dict(), indent=2) + "\n")
+    return path
 
 
 def bundled_novel() -> Document:
@@ -130,7 +231,8 @@ def _open(name: str, revision: str | None, token: str | None) -> Checkpoint:
 
 def _windows(
     a: Checkpoint, b: Checkpoint, documents: Sequence[Document], length: int, count: int, skip: int
-) -> Windows:
+) -> list[Windows]:
+    """Up to `count` windows of each document."""
     sizes = [model_shape(read_config(checkpoint)).vocab_size for checkpoint in (a, b)]
     if sizes[0] != sizes[1]:
         raise InputError(f"{a.name} has {sizes[0]} tokens, {b.name} {sizes[1]}; expected models with one vocabulary")
@@ -138,9 +240,18 @@ def _windows(
     sample = documents[0].text[:2000]
     if not torch.equal(tokenize(tokenizer, sample), tokenize(other, sample)):
         raise InputError(f"{a.name} and {b.name} tokenize the text differently; expected models with one tokenizer")
-    return make_windows(
-        documents, tokenizer, length=length, count=count, purpose="evaluation", vocab_size=sizes[0], skip=skip
-    )
+    return [
+        make_windows(
+            [document],
+            tokenizer,
+            length=length,
+            count=count,
+            purpose=f"{document.name}: evaluation",
+            vocab_size=sizes[0],
+            skip=skip,
+        )
+        for document in documents
+    ]
 
 
 def _recipe(checkpoint: Checkpoint, num_layers: int) -> dict[str, Any] | None:
@@ -157,6 +268,11 @@ def _recipe(checkpoint: Checkpoint, num_layers: int) -> dict[str, Any] | None:
     if not isinstance(scale, (int, float)) or not isinstance(layers, list) or len(layers) != num_layers:
         raise InputError(f"{path}: not the record of this conversion; convert again")
     return recipe
+
+
+def _layer(model: StreamedModel, index: int) -> AbstractContextManager[Any]:
+    """A layer with its weights, or None past the last."""
+    return model.layer(index) if index < model.num_layers else nullcontext()
 
 
 @torch.no_grad()
@@ -181,27 +297,20 @@ def _sweep(
         disable=not progress,
     ) as bar:
         for index in range(max(a.num_layers, b.num_layers)):
-            inputs: list[tuple[Tensor, Tensor]] = []
-            if index < a.num_layers:
-                with a.layer(index) as layer:
-                    for k, hidden in enumerate(streams[0]):
-                        streams[0][k], x, output = attention_inputs(layer, hidden, kwargs[0][index])
-                        inputs.append((x, output))
-                        bar.update(tokens.shape[1])
-            if index < b.num_layers:
-                with b.layer(index) as layer:
-                    error = power = 0.0
-                    for k, hidden in enumerate(streams[1]):
-                        streams[1][k] = layer(hidden, **kwargs[1][index])
-                        if scale is not None:
-                            x, expected = inputs[k]
-                            found = layer.self_attn(hidden_states=x, **kwargs[1][index])[0] / scale
-                            error += float((found - expected).square().sum(dtype=torch.float64))
-                            power += float(expected.square().sum(dtype=torch.float64))
-                        bar.update(tokens.shape[1])
-                if scale is not None and recipe is not None:
-                    predicted = math.sqrt(sum(recipe["layers"][index].values()))
-                    layers.append(LayerError(index, math.sqrt(error / max(power, 1e-300)), predicted))
+            errors = AttentionErrors(scale) if scale is not None else None
+            with _layer(a, index) as one, _layer(b, index) as other:
+                for k in range(len(tokens)):
+                    if one is not None and errors is None:
+                        streams[0][k] = one(streams[0][k], **kwargs[0][index])
+                    elif one is not None and errors is not None:
+                        with watched_heads(one.self_attn) as heads:
+                            streams[0][k], x, output = attention_inputs(one, streams[0][k], kwargs[0][index])
+                        errors.add(other.self_attn, x, kwargs[1][index], heads[0], output)
+                    if other is not None:
+                        streams[1][k] = other(streams[1][k], **kwargs[1][index])
+                    bar.update(tokens.shape[1] * ((one is not None) + (other is not None)))
+            if errors is not None and recipe is not None:
+                layers.append(errors.result(index, math.sqrt(sum(recipe["layers"][index].values()))))
     with a.head() as original_head, b.head() as converted_head:
         scores = score_tokens(tokens, streams[0], streams[1], original_head, converted_head)
     return scores, tuple(layers) if layers else None

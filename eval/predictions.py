@@ -7,20 +7,22 @@ Shape legend
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from latentfold.eval.records import Agreement, Nll
+from latentfold.eval.records import Agreement, Curve, Nll
 
 LOGIT_BUDGET = 1 << 24
 """Logits held at a time per model; 4096 tokens of a 256k vocabulary would be 2^30."""
 RUN = 256
 """Neighbouring tokens are not independent: standard errors are over means of runs of this many."""
 FIRST_BUCKET = 512
+CURVE_RUN = 16
+KL_QUANTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class TokenScores:
     converted: Tensor
     kl: Tensor
     top1: Tensor
+
+    def split(self, windows: list[int]) -> list[TokenScores]:
+        """The scores of the first windows[0] rows, of the next windows[1], ..."""
+        parts = (part.split(windows) for part in (self.original, self.converted, self.kl, self.top1))
+        return [TokenScores(*rows) for rows in zip(*parts, strict=True)]
 
 
 Head = Callable[[Tensor], Tensor]
@@ -99,6 +106,54 @@ def position_buckets(length: int) -> list[tuple[int, int]]:
     return [(a, min(b, length)) for a, b in pairwise(edges) if a < length]
 
 
+def curve(scores: TokenScores) -> Curve:
+    """NLL of both models against context, in runs of positions that widen with the context."""
+    length = scores.original.shape[1]
+    edges = [0]
+    while edges[-1] < length:
+        edges.append(min(length, edges[-1] + max(CURVE_RUN, edges[-1] // 4)))
+    runs = list(pairwise(edges))
+    means = [[float(part[:, a:b].mean()) for a, b in runs] for part in (scores.original, scores.converted)]
+    return Curve(tuple((a + b - 1) / 2 for a, b in runs), tuple(means[0]), tuple(means[1]))
+
+
 def agreement(scores: TokenScores) -> Agreement:
     """KL and top-1 agreement over all predictions."""
-    return Agreement(float(scores.kl.mean()), standard_error(scores.kl), float(scores.top1.mean()))
+    quantiles = torch.quantile(scores.kl.flatten(), torch.tensor(KL_QUANTILES, dtype=scores.kl.dtype))
+    return Agreement(
+        kl=float(scores.kl.mean()),
+        kl_standard_error=standard_error(scores.kl),
+        kl_quantiles={f"{q:g}": float(value) for q, value in zip(KL_QUANTILES, quantiles, strict=True)},
+        top1=float(scores.top1.mean()),
+    )
+
+
+def _mean_standard_error(errors: Sequence[float | None]) -> float | None:
+    """Of the mean of independent figures; None unless each has one."""
+    known = [error for error in errors if error is not None]
+    return math.sqrt(sum(error**2 for error in known)) / len(errors) if len(known) == len(errors) else None
+
+
+def macro_nll(rows: Sequence[Nll]) -> Nll:
+    """Every text counts alike."""
+    count = len(rows)
+    return Nll(
+        start=min(row.start for row in rows),
+        end=max(row.end for row in rows),
+        predictions=sum(row.predictions for row in rows),
+        original=sum(row.original for row in rows) / count,
+        converted=sum(row.converted for row in rows) / count,
+        gap=sum(row.gap for row in rows) / count,
+        gap_standard_error=_mean_standard_error([row.gap_standard_error for row in rows]),
+    )
+
+
+def macro_agreement(rows: Sequence[Agreement]) -> Agreement:
+    """Every text counts alike, in the quantiles too."""
+    count = len(rows)
+    return Agreement(
+        kl=sum(row.kl for row in rows) / count,
+        kl_standard_error=_mean_standard_error([row.kl_standard_error for row in rows]),
+        kl_quantiles={q: sum(row.kl_quantiles[q] for row in rows) / count for q in rows[0].kl_quantiles},
+        top1=sum(row.top1 for row in rows) / count,
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +20,100 @@ from latentfold.convert.cli.options import (
 )
 
 
+class ListOf(click.ParamType):
+    """Comma-separated values of one type: `512,2048`."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind, self.name = kind, f"{kind.__name__} list"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(self.kind(part) for part in value.split(",") if part.strip())
+        except ValueError:
+            self.fail(f"{value!r}: expected values with commas between them, such as 512,2048", param, ctx)
+
+
 @click.command(name="eval", cls=FilesCommand)
 @click.argument("original")
 @click.argument("converted")
-@click.option("--text", multiple=True, metavar="FILE...", help="Text or jsonl files. Default: a bundled novel.")
+@click.option(
+    "--text",
+    multiple=True,
+    metavar="FILE...",
+    help="Text or jsonl files, or data sets as hf:DATASET[:CONFIG[:SPLIT]]; several give a macro average. "
+    "Default: a bundled novel.",
+)
 @click.option("--seq-len", type=int, help="Tokens of a window; default: 4096, or what the models take.")
-@click.option("--windows", type=int, default=4, show_default=True, help="Windows to evaluate, at most.")
+@click.option("--windows", type=int, default=4, show_default=True, help="Windows of each text, at most.")
 @click.option("--skip", type=int, help="Tokens to pass over at the start of each text.")
+@click.option("--full", is_flag=True, help="Also --continuations and --speed.")
+@click.option("--continuations", is_flag=True, help="Let both models continue a few prompts, side by side.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt of your own for --continuations.")
+@click.option("--speed", is_flag=True, help="Time prefill and decoding in transformers, and measure their caches.")
+@click.option("--contexts", type=ListOf(int), default=(), metavar="N,N", help="Context lengths for --speed.")
+@click.option("--batches", type=ListOf(int), default=(1,), metavar="N,N", help="Batch sizes for --speed; default: 1.")
+@click.option("--tasks", type=ListOf(str), default=(), metavar="TASK,TASK", help="lm-evaluation-harness tasks.")
+@click.option("--include-path", metavar="DIR", help="A folder with more tasks.")
+@click.option("--limit", type=int, metavar="N", help="Samples of each task, at most.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything measured to FILE ('-': JSON on stdout).")
+@click.option("--html", "html_file", metavar="FILE", help="Write a page with tables and plots to FILE.")
+@click.option("--no-save", is_flag=True, help="Leave no evaluation.json in CONVERTED.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of --speed and --tasks.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, ...; auto: a GPU if any.")
 @click.option("--dtype", default="float32", show_default=True, help="Compute dtype: float32, bfloat16, float16.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 @revision_option
 @token_option
 @user_errors
-def evaluate(original: str, converted: str, json_file: str | None, quiet: bool, **options: Any) -> None:
+def evaluate(
+    original: str,
+    converted: str,
+    full: bool,
+    json_file: str | None,
+    html_file: str | None,
+    no_save: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
     """Compare ORIGINAL and CONVERTED on the same tokens.
 
-    Perplexity by context position, KL and top-1 agreement, the error of every attention layer, and cache bytes per
-    token, counted and measured. A Markdown table goes to stdout.
+    Perplexity by context position, KL and top-1 agreement, the error of every attention layer, and the cache of both.
+    Tables go to stdout; a converted folder also keeps the result as evaluation.json, which `card` and `push` read.
 
     \b
     latentfold eval HuggingFaceTB/SmolLM2-135M-Instruct smollm2-mla
-    latentfold eval ./llama ./llama-mla --text mine.txt --seq-len 8192 --json result.json
+    latentfold eval ./llama ./llama-mla --text mine.txt hf:Salesforce/wikitext:wikitext-2-raw-v1 --html report.html
+    latentfold eval ./llama ./llama-mla --speed --contexts 1024,8192 --batches 1,8 --tasks arc_easy,hellaswag
     """
     quiet_libraries()
-    from latentfold.eval.comparison import evaluate
+    from latentfold.eval.comparison import evaluate as compare
+    from latentfold.eval.comparison import save
     from latentfold.eval.report.markdown import markdown
 
-    if json_file and json_file != "-":
-        check_writable("--json", json_file)
-    found = evaluate(original, converted, progress=not quiet, **options)
+    for option, name in (("--json", json_file), ("--html", html_file)):
+        if name and name != "-":
+            check_writable(option, name)
+    options["continuations"] |= full or bool(options["prompts"])
+    options["speed"] |= full
+    found = compare(original, converted, progress=not quiet, command=_command(), **options)
+    if not no_save:
+        save(found)
     data = json.dumps(found.to_dict(), indent=2)
-    if json_file == "-":
-        click.echo(data)
-        return
-    if json_file:
+    if json_file and json_file != "-":
         Path(json_file).write_text(data + "\n", encoding="utf-8")
-    click.echo(markdown(found))
+    if html_file:
+        from latentfold.eval.report.html import html
+
+        Path(html_file).write_text(html(found), encoding="utf-8")
+    click.echo(data if json_file == "-" else markdown(found))
+
+
+def _command() -> str:
+    """The command line as it can be typed again, without a token."""
+    words = sys.argv[1:]
+    kept = [
+        word for i, word in enumerate(words) if not word.startswith("--token") and (i == 0 or words[i - 1] != "--token")
+    ]
+    return shlex.join(["latentfold", *kept])

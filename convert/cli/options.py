@@ -68,7 +68,7 @@ class FilesCommand(click.Command):
             elif arg.startswith("-"):
                 option = None
             elif option and args[i - 1] != option:
-                if Path(arg).is_file():
+                if Path(arg).is_file() or arg.startswith("hf:"):
                     expanded.append(option)
                 else:
                     option = None
