@@ -45,7 +45,7 @@ def text_result(
     contexts = [(2**i + 2 ** (i + 1)) / 2 for i in range(length.bit_length() - 1)]
     return TextResult(
         name=name,
-        sha256=hashlib.sha256(name.encode()).hexdigest(),
+        sha256=hashlib.sha256(name.encode(errors="replace")).hexdigest(),
         windows=windows,
         window_length=window_length,
         skipped_tokens=1000 if name == NOVEL else 0,

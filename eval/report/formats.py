@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 
 MISSING = "\N{EN DASH}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: str) -> str:
-    """Text from outside without what no screen shows: control characters and lone surrogates become �."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """Text from outside without what neither a file nor XML can hold: control characters, lone surrogates become �."""
+    return "".join(REPLACEMENT if _unprintable(c) else c for c in text)
 
 
 def one_line(text: str) -> str:
@@ -85,3 +87,7 @@ def size_unit(value: float) -> tuple[int, str]:
 def listed(items: list[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
+
+
+def _unprintable(character: str) -> bool:
+    return character in "\ufffe\uffff" or (character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs"))

@@ -19,6 +19,7 @@ from latentfold.eval.report.formats import (
     one_line,
     percent,
     ppl,
+    printable,
     ratio,
     score,
     size,
@@ -146,16 +147,21 @@ def _layers(layers: Iterable[LayerError]) -> str:
 
 
 def _continuation(c: Continuation) -> str:
-    # JSON strings keep line breaks and control characters visible and on one line; indented, nothing in them is markup
+    # indented, nothing in them is markup
     return "\n".join(
         [
             f"Greedy continuation, {c.shared_tokens} of {c.tokens} tokens alike before they part:",
             "",
-            f"    prompt     {json.dumps(c.prompt, ensure_ascii=False)}",
-            f"    original   {json.dumps(c.original, ensure_ascii=False)}",
-            f"    converted  {json.dumps(c.converted, ensure_ascii=False)}",
+            f"    prompt     {_quoted(c.prompt)}",
+            f"    original   {_quoted(c.original)}",
+            f"    converted  {_quoted(c.converted)}",
         ]
     )
+
+
+def _quoted(text: str) -> str:
+    """As a JSON string: one line, with its line breaks visible."""
+    return json.dumps(printable(text), ensure_ascii=False)
 
 
 def _speed(points: Iterable[SpeedPoint]) -> str:

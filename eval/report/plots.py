@@ -37,6 +37,18 @@ SVG = "http://www.w3.org/2000/svg"
 XLINK = "http://www.w3.org/1999/xlink"
 
 
+@contextmanager
+def _drawing(settings: dict[Any, str] | None = None) -> Iterator[None]:
+    """Draws under matplotlib's own defaults, whatever the user's matplotlibrc holds, and silent about names in
+    scripts that the default font lacks: a browser has them."""
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(settings or {})
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+@_drawing()
 def loss_by_context(evaluation: Evaluation) -> Figure | None:
     """NLL of both models against context length, every text; None without a curve."""
     texts = [text for text in evaluation.texts if text.curve.context]
@@ -52,6 +64,7 @@ def loss_by_context(evaluation: Evaluation) -> Figure | None:
     return figure
 
 
+@_drawing()
 def error_by_layer(evaluation: Evaluation) -> Figure | None:
     """Relative error of attention scores, values and output of every layer; None where layers were not compared."""
     layers = evaluation.layers
@@ -76,6 +89,7 @@ def error_by_layer(evaluation: Evaluation) -> Figure | None:
     return figure
 
 
+@_drawing()
 def cache_by_context(evaluation: Evaluation) -> Figure | None:
     """Measured bytes of the whole cache of one sequence against context length; None where not measured."""
     points = evaluation.cache_by_context
@@ -97,6 +111,7 @@ def cache_by_context(evaluation: Evaluation) -> Figure | None:
     return figure
 
 
+@_drawing()
 def speed_by_context(evaluation: Evaluation, phases: Sequence[str] = ("prefill", "decode")) -> Figure | None:
     """Tokens per second of each phase against context length, per batch size; None where not measured."""
     points = sorted(evaluation.speed or (), key=lambda point: point.context)
@@ -145,17 +160,6 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-@contextmanager
-def _drawing(settings: dict[Any, str] | None = None) -> Iterator[None]:
-    """Draws under matplotlib's own defaults, whatever the user's matplotlibrc holds, and silent about names in
-    scripts that the default font lacks: a browser has them."""
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(settings or {})
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        yield
-
-
 def _inline(document: str, label: str) -> str:
     """matplotlib's SVG document as an element of a page."""
     root = ElementTree.fromstring(document)
@@ -193,10 +197,9 @@ def _inline(document: str, label: str) -> str:
 
 def _figure(label: str, *, panels: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure with axes one above the other; its label says to screen readers what it shows."""
-    with _drawing():
-        figure = Figure(figsize=(WIDTH, HEIGHT * panels), layout="constrained")
-        figure.set_label(label)
-        panel_axes = [figure.add_subplot(panels, 1, i + 1) for i in range(panels)]
+    figure = Figure(figsize=(WIDTH, HEIGHT * panels), layout="constrained")
+    figure.set_label(label)
+    panel_axes = [figure.add_subplot(panels, 1, i + 1) for i in range(panels)]
     for axes in panel_axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set(color=INK, alpha=0.4)
