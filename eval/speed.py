@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,12 @@ from latentfold.eval.models import is_out_of_memory, loaded, max_positions
 from latentfold.eval.records import SpeedPoint
 
 
-@dataclass(frozen=True)
-class _Speed:
-    """One model at one point: tokens per second, and bytes of its cache after the prefill."""
+class _Run(NamedTuple):
+    """One prefill and the decoding after it, in seconds, and bytes of the cache between them."""
 
-    prefill: float | None = None
-    decode: float | None = None
-    cache: float | None = None
+    prefill: float
+    decode: float
+    cache: int
 
 
 def measure_speed(
@@ -45,10 +44,11 @@ def measure_speed(
 
     A prefill is one forward pass over `batch` x `context` random tokens that fills the cache and computes the last
     position's logits only; decoding is `decode_tokens` passes of one token a sequence on that cache. Each repeat does
-    both from scratch, so every decode starts from the same context; one more repeat before them warms up, untimed.
-    Choosing tokens is not part of it.
+    both from scratch, so every decode starts from the same context, and once before, untimed, to warm up. Choosing
+    tokens is not part of it.
 
-    One model is in memory at a time: what runs out of memory does so on its own account.
+    The models take turns, repeat by repeat, so that a machine that slows down slows both. Only one is in memory at a
+    time: what runs out of memory does so on its own account.
 
     Measured is what `from_pretrained` gives: transformers' sdpa attention and growing cache. Its MLA expands the cached
     latents to all heads at every step, where an engine with MLA kernels absorbs the up-projections into queries and
@@ -80,45 +80,62 @@ def measure_speed(
                 f"speed: context {max(contexts)}: {checkpoint.name} takes at most {limit} positions; "
                 "expected a shorter context"
             )
-    points = [(context, batch) for context in contexts for batch in batches]
-    found: list[list[_Speed]] = []
-    with tqdm(total=len(pair) * len(points), desc="measuring speed", unit="point", disable=not progress) as bar:
-        for checkpoint in pair:
-            speeds = []
-            with loaded(checkpoint, dtype, device) as model:
-                for context, batch in points:
-                    generator = torch.Generator().manual_seed(seed)
-                    shape = (batch, context + decode_tokens)
-                    tokens = torch.randint(model.config.vocab_size, shape, generator=generator).to(device)
-                    speeds.append(_speed(model, tokens, context, repeats))
-                    bar.update()
-            found.append(speeds)
-    return tuple(
-        SpeedPoint(context, batch, a.prefill, b.prefill, a.decode, b.decode, a.cache, b.cache)
-        for (context, batch), a, b in zip(points, *found, strict=True)
-    )
+    points = list(dict.fromkeys(product(contexts, batches)))
+    runs: list[dict[tuple[int, int], list[_Run] | None]] = [{point: [] for point in points} for _ in pair]
+    with tqdm(total=repeats * len(pair) * len(points), desc="measuring speed", unit="run", disable=not progress) as bar:
+        for _ in range(repeats):
+            for checkpoint, found in zip(pair, runs, strict=True):
+                with loaded(checkpoint, dtype, device) as model:
+                    for point in points:
+                        found[point] = _repeat(model, point, decode_tokens, seed, found[point])
+                        bar.update()
+    return tuple(_speed_point(point, decode_tokens, *(found[point] for found in runs)) for point in points)
 
 
-def _speed(model: Any, tokens: Tensor, context: int, repeats: int) -> _Speed:
-    """Measure one point; nothing where memory runs out."""
+def _repeat(
+    model: Any, point: tuple[int, int], decode_tokens: int, seed: int, runs: list[_Run] | None
+) -> list[_Run] | None:
+    """`runs` and one more; None from the first time on that memory runs out."""
+    if runs is None:
+        return None
+    context, batch = point
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.config.vocab_size, (batch, context + decode_tokens), generator=generator)
     try:
-        runs = [_run(model, tokens, context) for _ in range(1 + repeats)][1:]
+        tokens = tokens.to(model.device)
+        _run(model, tokens, context)
+        return [*runs, _run(model, tokens, context)]
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return _Speed()
-    prefill, decode, cache = zip(*runs, strict=True)
-    batch, length = tokens.shape
-    return _Speed(
-        prefill=batch * context / median(prefill),
-        decode=batch * (length - context) / median(decode),
-        cache=float(cache[0]),
+        return None
+
+
+def _speed_point(
+    point: tuple[int, int], decode_tokens: int, original: list[_Run] | None, converted: list[_Run] | None
+) -> SpeedPoint:
+    """Medians of both models' runs."""
+    context, batch = point
+
+    def rate(tokens: int, seconds: Sequence[float]) -> float | None:
+        return batch * tokens / median(seconds) if seconds else None
+
+    a, b = original or [], converted or []
+    return SpeedPoint(
+        context=context,
+        batch=batch,
+        prefill_original=rate(context, [run.prefill for run in a]),
+        prefill_converted=rate(context, [run.prefill for run in b]),
+        decode_original=rate(decode_tokens, [run.decode for run in a]),
+        decode_converted=rate(decode_tokens, [run.decode for run in b]),
+        cache_original=float(a[0].cache) if a else None,
+        cache_converted=float(b[0].cache) if b else None,
     )
 
 
 @torch.no_grad()
-def _run(model: Any, tokens: Tensor, context: int) -> tuple[float, float, int]:
-    """Prefill the first `context` of (B, T) tokens, decode the rest: seconds of both, bytes of the cache between."""
+def _run(model: Any, tokens: Tensor, context: int) -> _Run:
+    """Prefill the first `context` of (B, T) tokens, then decode the rest."""
     start = _now(tokens.device)
     cache = model(tokens[:, :context], use_cache=True, logits_to_keep=1).cache
     prefill = _now(tokens.device) - start
@@ -126,7 +143,7 @@ def _run(model: Any, tokens: Tensor, context: int) -> tuple[float, float, int]:
     start = _now(tokens.device)
     for step in tokens[:, context:].split(1, dim=1):
         model(step, cache=cache, use_cache=True, logits_to_keep=1)
-    return prefill, _now(tokens.device) - start, held
+    return _Run(prefill, _now(tokens.device) - start, held)
 
 
 def _now(device: torch.device) -> float:

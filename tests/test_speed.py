@@ -43,16 +43,16 @@ def test_every_point_is_measured_for_both_models(
         assert (point.cache_original, point.cache_converted) == (32 * size, 12 * size)
         for rate in (point.prefill_original, point.prefill_converted, point.decode_original, point.decode_converted):
             assert rate is not None and rate > 0
-    assert "8/8" in capsys.readouterr().err
+    assert "24/24" in capsys.readouterr().err
 
 
 def test_speed_is_tokens_by_the_median_second(
     pair: tuple[Checkpoint, Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a clock of our own: the warm-up, then prefills of 4, 1 and 2 seconds, decodes of 5, 8 and 50."""
-    seconds = [100.0, 100.0, 4.0, 5.0, 1.0, 8.0, 2.0, 50.0] * 2
+    """With a clock of our own: prefills of 4, 1 and 2 seconds, decodes of 5, 8 and 50, each after a warm-up of 100."""
+    seconds = [[100.0, 100.0, 4.0, 5.0], [100.0, 100.0, 1.0, 8.0], [100.0, 100.0, 2.0, 50.0]]
     ticks, now = [], 0.0
-    for each in seconds:
+    for each in (each for repeat in seconds for each in repeat * 2):
         ticks += [now, now + each]
         now += each
     clock = iter(ticks)
@@ -78,6 +78,19 @@ def test_decoding_reads_the_cached_context(pair: tuple[Checkpoint, Checkpoint]) 
             expected = load(checkpoint.folder)(tokens).logits[:, 8:]
         torch.testing.assert_close(torch.cat([logits for _, logits in seen], dim=1), expected, atol=1e-4, rtol=1e-4)
         assert held == 2 * 9 * 2 * 4 * (32 if checkpoint is pair[0] else 12)
+
+
+def test_models_take_turns(pair: tuple[Checkpoint, Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def noted(model: Any, tokens: torch.Tensor, context: int) -> speed._Run:
+        seen.append(f"{model.config.model_type} {context}")
+        return speed._Run(1.0, 1.0, 1)
+
+    monkeypatch.setattr(speed, "_run", noted)
+    measure_speed(*pair, contexts=(8, 16), batches=(1,), repeats=2, **COMPUTE)
+    turns = [f"{kind} {context}" for kind in ("llama", "deepseek_v3") for context in (8, 8, 16, 16)]
+    assert seen == turns * 2
 
 
 def test_one_model_is_in_memory_at_a_time(pair: tuple[Checkpoint, Checkpoint]) -> None:
@@ -111,7 +124,7 @@ def test_a_point_that_does_not_fit_is_none_and_the_rest_goes_on(
 ) -> None:
     run = speed._run
 
-    def limited(model: Any, tokens: torch.Tensor, context: int) -> tuple[float, float, int]:
+    def limited(model: Any, tokens: torch.Tensor, context: int) -> speed._Run:
         if model.config.model_type == "llama" and context == 32:
             fail()
         return run(model, tokens, context)
