@@ -67,7 +67,7 @@ LFS_SUFFIXES = (b"bin", b"ckpt", b"gguf", b"npy", b"npz", b"onnx", b"pt", b"pth"
 GITATTRIBUTES = b"".join(b"*.%b filter=lfs diff=lfs merge=lfs -text\n" % suffix for suffix in LFS_SUFFIXES)
 
 CARD_FIELDS = {
-    "base_model": r"[\w.-]+/[\w.-]+",
+    "base_model": r"\w[\w.-]*/[\w.-]+",
     "language": r"[a-z]{2,3}(-[A-Za-z]+)?|code|multilingual",
     "library_name": r"[\w.-]+",
     "license": r"[a-z0-9][a-z0-9.-]*",

@@ -478,6 +478,30 @@ def test_commit_is_all_or_nothing(hub: HubServer, api: HfApi) -> None:
     assert repo.resolve("main") is after
 
 
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ("license: mit\ntags: [a, b]\nbase_model: org/model", None),
+        ("license: My Licence", "license"),
+        ("base_model: ./folder", "base_model"),
+        ("tags: [1]", "tags"),
+        ("a: [", "invalid YAML"),
+        ("- a", "mapping"),
+        ("model-index: [{name: m, results: [{task: {type: t}, dataset: {type: d, name: D}, metrics: [{}]}]}]", "type"),
+        ("model-index: [{name: m}]", "results"),
+    ],
+)
+def test_model_card_is_validated(hub: HubServer, api: HfApi, metadata: str, message: str | None) -> None:
+    repo = hub.create_repo(REPO)
+    readme = CommitOperationAdd("README.md", f"---\n{metadata}\n---\n# Card\n".encode())
+    if message is None:
+        api.create_commit(REPO, [readme], commit_message="card")
+        return
+    with pytest.raises(ValueError, match=message):
+        api.create_commit(REPO, [readme], commit_message="card")
+    assert len(repo.commits()) == 1
+
+
 # ------------------------------------------------------------------------------------------------- faults
 
 
@@ -597,6 +621,16 @@ def test_lfs_upload_cut_midway_is_sent_again(hub: HubServer, api: HfApi) -> None
     assert (second.status, second.received) == (200, len(content))
     assert repo.files()["model.safetensors"] == content
     assert len(repo.commits()) == 2
+
+
+def test_garbled_upload_is_refused(hub: HubServer, api: HfApi) -> None:
+    repo = hub.create_repo(REPO)
+    fault = hub.fail(Fault("PUT", "/lfs-upload/", garble=True))
+    with pytest.raises(RuntimeError, match="uploading"):
+        upload_lfs(api)
+    assert fault.hits == 1 and repo.lfs_objects == {} and len(repo.commits()) == 1
+    upload_lfs(api)
+    assert repo.files()["model.safetensors"] == WEIGHTS
 
 
 def test_response_lost_to_a_commit_leaves_it_applied(hub: HubServer, api: HfApi) -> None:
