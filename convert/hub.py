@@ -133,16 +133,12 @@ def push(
     Raises:
         InputError: the Hub refuses or fails, the repository holds something else, or it changed meanwhile.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     if create_pr and (revision or tag):
         raise InputError("--create-pr: goes to the main branch and has no commit to tag yet; drop --revision and --tag")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise InputError(f"{repo}: expected a repository as namespace/name")
     with hub_errors(repo, revision):
-        if token is None and get_token() is None:
-            raise InputError(f"{repo}: not logged in; run hf auth login, set HF_TOKEN or pass --token")
-        api = HfApi(token=token)
+        api = _logged_in(repo, token)
         parent = _parent(api, repo, private=private, revision=revision)
         there = _remote_files(api, repo, parent)
         old = _replaceable(api, repo, parent, there, overwrite=overwrite)
@@ -169,6 +165,34 @@ def push(
     return PushResult(url, commit, bool(operations))
 
 
+def check_target(repo: str, *, token: str | None = None) -> None:
+    """Find out before a long conversion that its result cannot be pushed.
+
+    Raises:
+        InputError: not a repository id, nobody is logged in, or the repository holds something else.
+    """
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    with hub_errors(repo):
+        api = _logged_in(repo, token)
+        api.whoami()
+        try:
+            commit = str(api.model_info(repo).sha)
+        except RepositoryNotFoundError:
+            return
+        _replaceable(api, repo, commit, _remote_files(api, repo, commit), overwrite=False)
+
+
+def _logged_in(repo: str, token: str | None) -> HfApi:
+    from huggingface_hub import HfApi, get_token
+
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise InputError(f"{repo}: expected a repository as namespace/name")
+    if token is None and get_token() is None:
+        raise InputError(f"{repo}: not logged in; run hf auth login, set HF_TOKEN or pass --token")
+    return HfApi(token=token)
+
+
 def _parent(api: HfApi, repo: str, *, private: bool, revision: str | None) -> str:
     """The commit to build on; the repository and the branch are made if they do not exist."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -176,7 +200,7 @@ def _parent(api: HfApi, repo: str, *, private: bool, revision: str | None) -> st
     try:
         main = api.model_info(repo)
     except RepositoryNotFoundError:
-        api.create_repo(repo, private=private)
+        api.create_repo(repo, private=private or None)  # None: as the namespace has it
         main = api.model_info(repo)
     if private and not main.private:
         raise InputError(f"{repo}: is public, and --private is for new repositories; make it private on the Hub first")
