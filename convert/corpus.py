@@ -82,11 +82,11 @@ def _jsonl_text(path: Path, number: int, line: str) -> str:
             if isinstance(row.get(key), str):
                 return str(row[key])
         if isinstance(row.get("messages"), list):
-            return "\n\n".join(_message_text(m) for m in row["messages"] if isinstance(m, dict))
+            return "\n\n".join(message_text(m) for m in row["messages"] if isinstance(m, dict))
     raise InputError(f"{path}, line {number}: expected an object with `text`, `content` or `messages`")
 
 
-def _message_text(message: dict[str, Any]) -> str:
+def message_text(message: dict[str, Any]) -> str:
     """The text of a chat message: a string, or the text parts of a list; tool calls and images have none."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]

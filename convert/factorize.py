@@ -89,8 +89,8 @@ class LatentAttention:
         k_up: (H, d, r).  v_up: (H, d, r).
         o: (H, D, d).
         scale: softmax scale that the target has to apply.
-        predicted_error: relative squared error of the attention output expected from the statistics,
-            split into `rope`, `key` and `value`.
+        predicted_error: relative squared error of the attention output expected from the statistics, split into
+            `rope`, `key` and `value`; `refit.refit_output` adds `output`, found on samples left out.
     """
 
     latent: Tensor
@@ -185,3 +185,35 @@ def factorize(
             "value": value_error / power,
         },
     )
+
+
+@torch.no_grad()
+def head_outputs(layer: LatentAttention, frequencies: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+    """What each head of the factorized layer delivers to W_O, computed in the dtype of x.
+
+    Args:
+        frequencies: (S,) of the slots.  x: (T, D).  positions: (M,) queries to compute.
+
+    Returns:
+        (M, H, d).
+    """
+    dtype, rotating = x.dtype, torch.promote_types(x.dtype, torch.complex64)
+    latent = x @ layer.latent.to(dtype).T  # (T, r)
+    tokens = torch.arange(len(x), device=x.device)
+    phase = tokens.to(torch.float64)[:, None] * frequencies.to(x.device, torch.float64)
+    turns = torch.polar(torch.ones_like(phase), phase).to(rotating)  # (T, S)
+    z = (x.to(rotating) @ layer.rope_key.to(rotating).T) * turns
+    queries = x[positions]
+    q_rope = torch.einsum("hsd,md->hms", layer.q_rope.to(rotating), queries.to(rotating)) * turns[positions]
+    q_nope = torch.einsum("hed,md->hme", layer.q_nope.to(dtype), queries)
+    keys = torch.einsum("her,tr->hte", layer.k_up.to(dtype), latent)
+    scores = layer.scale * (q_nope @ keys.mT + (q_rope @ z.conj().T).real)
+    scores.masked_fill_(tokens > positions[:, None], -torch.inf)
+    values = torch.einsum("her,tr->hte", layer.v_up.to(dtype), latent)
+    return (scores.softmax(-1) @ values).transpose(0, 1)
+
+
+def latent_attention(layer: LatentAttention, frequencies: Tensor, x: Tensor) -> Tensor:
+    """The factorized layer's attention output in float64: x (T, D) -> (T, D)."""
+    heads = head_outputs(layer, frequencies, x.to(torch.float64), torch.arange(len(x), device=x.device))
+    return torch.einsum("hde,the->td", layer.o, heads)

@@ -25,6 +25,7 @@ from latentfold.convert.factorize import AttentionWeights, LatentAttention, fact
 from latentfold.convert.layers import StreamedModel, attention_inputs
 from latentfold.convert.plan import ConversionPlan, make_plan
 from latentfold.convert.recipe import RECIPE, finished_recipe, starting_recipe
+from latentfold.convert.refit import AttentionSample, refit_output, sample_count
 from latentfold.convert.rope import fit_slots
 from latentfold.convert.source import Checkpoint, copy_legal_files, download, open_checkpoint, with_headers
 from latentfold.convert.stream import stream
@@ -50,9 +51,9 @@ class ConversionResult:
 
 
 class Observer(Protocol):
-    """Looks at one layer: fed every window's attention input and residual stream, then told to finish."""
+    """Looks at one layer: fed every window's attention input x, residual stream and attention output, then finishes."""
 
-    def add(self, window: int, x: Tensor, stream: Tensor) -> None: ...
+    def add(self, window: int, x: Tensor, stream: Tensor, output: Tensor) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -215,9 +216,9 @@ def observe(
             with model.layer(index) as layer:
                 observer: Observer | None = visit(index)
                 for k, hidden in enumerate(streams):
-                    streams[k], x, _ = attention_inputs(layer, hidden, kwargs[index])
+                    streams[k], x, output = attention_inputs(layer, hidden, kwargs[index])
                     if observer is not None:
-                        observer.add(k, x[0], hidden[0])
+                        observer.add(k, x[0], hidden[0], output[0])
                     bar.update(tokens.shape[1])
                 if observer is not None:
                     observer.finish()
@@ -263,7 +264,7 @@ def score_ladders(
             )
             self.power = 0.0
 
-        def add(self, window: int, x: Tensor, stream: Tensor) -> None:
+        def add(self, window: int, x: Tensor, stream: Tensor, output: Tensor) -> None:
             positions = query_positions(len(x), config.queries, config.seed + window).to(x.device)
             seen = self.probe(x, stream, positions, config.seed + window)
             self.rope.add(seen)
@@ -292,6 +293,7 @@ def convert_layers(
     """Pass 2: measure, factorize, check and write every layer that is not written yet."""
     slots = ladder.frequencies.to(model.device)
     pairs = model.inverse_frequencies.to(model.device)
+    samples = sample_count(plan.shape.num_heads * plan.shape.head_dim, len(windows.tokens))
 
     class LayerObserver:
         def __init__(self, index: int) -> None:
@@ -299,16 +301,21 @@ def convert_layers(
             self.weights = attention_weights(model, plan, index, torch.float32)
             self.probe = AttentionProbe(self.weights, pairs)
             self.moments = LatentAccumulator(self.weights, windows.tokens.shape[1])
+            self.samples: list[AttentionSample] = []
 
-        def add(self, window: int, x: Tensor, stream: Tensor) -> None:
-            positions = query_positions(len(x), config.queries, config.seed + window).to(x.device)
-            self.moments.add(x, self.probe(x, stream, positions, config.seed + window))
+        def add(self, window: int, x: Tensor, stream: Tensor, output: Tensor) -> None:
+            seed = config.seed + window
+            positions = query_positions(len(x), config.queries, seed).to(x.device)
+            self.moments.add(x, self.probe(x, stream, positions, seed))
+            positions = query_positions(len(x), samples, seed).to(x.device)
+            self.samples.append(AttentionSample.take(x, stream, output, positions))
 
         def finish(self) -> None:
             rope, latent = self.moments.result()
             fit = fit_slots(rope, pairs, slots)
             weights = attention_weights(model, plan, self.index, torch.float64)
             converted = factorize(latent, weights, fit, plan.kv_rank)
+            converted = refit_output(converted, slots, self.samples)
             tensors = layer_tensors(plan, ladder, self.index, converted)
             layout_error = target.take(self.index, tensors, converted)
             record = {"predicted_error": converted.predicted_error, "layout_error": layout_error}

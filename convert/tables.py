@@ -88,7 +88,7 @@ def conversion_summary(result: ConversionResult) -> str:
     """What `latentfold convert` says at the end."""
     r = result.recipe
     layers = r["layers"]
-    total = [sum(layer.values()) for layer in layers]
+    total = [layer["output"] for layer in layers]
     worst = max(range(len(total)), key=lambda i: total[i])
     ladder = r["ladder"]["rope_parameters"]
     cache, parameters = r["cache_values"], r["parameters"]

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from latentfold.convert.checkpoint import CheckpointWriter
 from latentfold.convert.config import ConversionConfig
 from latentfold.convert.errors import InputError
-from latentfold.convert.factorize import LatentAttention
+from latentfold.convert.factorize import LatentAttention, latent_attention
 from latentfold.convert.layers import StreamedModel, attention_inputs
 from latentfold.convert.plan import ConversionPlan, read_config
 from latentfold.convert.source import open_checkpoint
@@ -85,26 +85,6 @@ class MemoryTarget:
         self.tensors.held = self.writer.read("model.norm.") | self.writer.read("lm_head.")
         with torch.no_grad(), self.model.head() as head:
             return head(self.hidden)
-
-
-@torch.no_grad()
-def latent_attention(layer: LatentAttention, frequencies: Tensor, x: Tensor) -> Tensor:
-    """The layer's attention output computed from its factorization alone, in float64: x (T, D) -> (T, D)."""
-    x = x.to(torch.float64)
-    latent = x @ layer.latent.T  # (T, r)
-    length = torch.arange(x.shape[0], device=x.device)
-    phase = torch.polar(
-        torch.ones(len(length), len(frequencies), dtype=torch.float64, device=x.device),
-        length[:, None] * frequencies.to(x.device),
-    )
-    z = (x.to(torch.complex128) @ layer.rope_key.T) * phase  # (T, S)
-    q_rope = torch.einsum("hsd,td->hts", layer.q_rope, x.to(torch.complex128)) * phase
-    q_nope = torch.einsum("hed,td->hte", layer.q_nope, x)
-    keys = torch.einsum("her,tr->hte", layer.k_up, latent)
-    scores = layer.scale * (q_nope @ keys.mT + (q_rope @ z.conj().T).real)
-    scores = scores.masked_fill(length[None, :] > length[:, None], -torch.inf)
-    values = torch.einsum("her,tr->hte", layer.v_up, latent)
-    return torch.einsum("hde,hte->td", layer.o, scores.softmax(-1) @ values)
 
 
 def reload_difference(folder: Path, tokens: Tensor, logits: Tensor, device: torch.device) -> float:

@@ -26,6 +26,7 @@ from latentfold.convert.plan import read_config
 from latentfold.convert.recipe import RECIPE, fingerprint
 from latentfold.convert.shapes import model_shape
 from latentfold.convert.source import Checkpoint, download, open_checkpoint, read_json
+from latentfold.convert.stream import stream as streamed
 from latentfold.eval.attention import AttentionErrors
 from latentfold.eval.cache import cache_by_context, cache_size
 from latentfold.eval.continuations import PROMPTS
@@ -42,7 +43,7 @@ from latentfold.eval.predictions import (
 )
 from latentfold.eval.provenance import provenance
 from latentfold.eval.records import EVALUATION, Evaluation, LayerError, TextResult
-from latentfold.eval.speed import measure_speed
+from latentfold.eval.speed import REPEATS, measure_speed
 from latentfold.eval.tasks import check_tasks, run_tasks
 from latentfold.eval.texts import open_texts
 
@@ -69,10 +70,12 @@ def evaluate(
     tasks: Sequence[str] = (),
     include_path: str | None = None,
     limit: int | None = None,
+    batch_size: int = 1,
     device: str = "auto",
     dtype: str = "float32",
     seed: int = 0,
     revision: str | None = None,
+    stream: bool = False,
     token: str | None = None,
     command: str | None = None,
     progress: bool = True,
@@ -90,10 +93,11 @@ def evaluate(
         speed: time prefill and decoding over `contexts` (tokens; default 512 to the window length, doubling) and
             `batches` (sequences), in the dtype the models are stored in. Loads them whole.
         tasks: names of lm-evaluation-harness tasks; `include_path`: a folder with more of them; `limit`: samples of
-            each, at most. Loads the models whole.
+            each, at most; `batch_size`: requests at a time. Loads the models whole.
         device, dtype: where and in what the models run.
         seed: of the random tokens that speed is measured with, and of the harness.
         revision: of the original, if it is a Hub id.
+        stream: keep no copy of the original: fetch its shards when they are needed and delete them.
         token: Hub token.
         command: the command line to record, if any.
         progress: show progress on stderr.
@@ -108,7 +112,12 @@ def evaluate(
         raise InputError(
             f"--seq-len {seq_len}, --windows {windows}, --skip {skip}: expected at least 16 tokens, 1 window, 0 skipped"
         )
-    counts = {"--contexts": contexts, "--batches": batches, "--limit": () if limit is None else (limit,)}
+    counts = {
+        "--contexts": contexts,
+        "--batches": batches,
+        "--batch-size": [batch_size],
+        "--limit": [] if limit is None else [limit],
+    }
     for option, given in counts.items():
         if min(given, default=1) < 1:
             raise InputError(f"{option} {min(given)}: expected at least 1")
@@ -119,7 +128,9 @@ def evaluate(
         check_tasks(tasks, include_path)
     documents = open_texts(text, token=token) if text else [bundled_novel()]
     skip = skip if skip is not None else (0 if text else NOVEL_FRONT_MATTER)
-    a = _open(original, revision, token)
+    if stream and (continuations or speed or tasks):
+        raise InputError("--stream: continuations, speed and tasks need the whole original; leave it out")
+    a = _open(original, revision, token, stream)
     b = _open(converted, None, token)
     configs = [read_config(checkpoint) for checkpoint in (a, b)]
     limits = [getattr(config.get_text_config(), "max_position_embeddings", DEFAULT_WINDOW) for config in configs]
@@ -161,10 +172,18 @@ def evaluate(
             seed=seed,
             progress=progress,
         )
-        record["speed"] = {"dtype": str(b.dtype).removeprefix("torch."), "attention": "transformers sdpa"}
+        record["speed"] = {"dtype": str(b.dtype).removeprefix("torch."), "attention": "sdpa", "repeats": REPEATS}
     if tasks:
         scored = run_tasks(
-            a, b, tasks, include_path=include_path, limit=limit, dtype=compute, device=torch_device, seed=seed
+            a,
+            b,
+            tasks,
+            include_path=include_path,
+            limit=limit,
+            batch_size=batch_size,
+            dtype=compute,
+            device=torch_device,
+            seed=seed,
         )
         record["tasks"] = {"limit": limit, "lm_eval": version("lm_eval")}
     return Evaluation(
@@ -223,8 +242,11 @@ def bundled_novel() -> Document:
     return Document(NOVEL, path.read_text(encoding="utf-8"))
 
 
-def _open(name: str, revision: str | None, token: str | None) -> Checkpoint:
-    checkpoint = download(open_checkpoint(name, revision=revision, token=token), token=token)
+def _open(name: str, revision: str | None, token: str | None, stream: bool = False) -> Checkpoint:
+    checkpoint = open_checkpoint(name, revision=revision, token=token)
+    checkpoint = download(checkpoint, token=token, weights=not stream)
+    if stream:
+        return streamed(checkpoint, token)
     checkpoint.read_headers()
     return checkpoint
 
@@ -310,7 +332,7 @@ def _sweep(
                         streams[1][k] = other(streams[1][k], **kwargs[1][index])
                     bar.update(tokens.shape[1] * ((one is not None) + (other is not None)))
             if errors is not None and recipe is not None:
-                layers.append(errors.result(index, math.sqrt(sum(recipe["layers"][index].values()))))
+                layers.append(errors.result(index, math.sqrt(recipe["layers"][index]["output"])))
     with a.head() as original_head, b.head() as converted_head:
         scores = score_tokens(tokens, streams[0], streams[1], original_head, converted_head)
     return scores, tuple(layers) if layers else None

@@ -18,6 +18,8 @@ from latentfold.eval.cache import held_bytes
 from latentfold.eval.models import is_out_of_memory, loaded, max_positions
 from latentfold.eval.records import SpeedPoint
 
+REPEATS = 3
+
 
 class _Run(NamedTuple):
     """One prefill and the decoding after it, in seconds, and bytes of the cache between them."""
@@ -35,7 +37,7 @@ def measure_speed(
     batches: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
-    repeats: int = 3,
+    repeats: int = REPEATS,
     decode_tokens: int = 16,
     seed: int = 0,
     progress: bool = True,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from latentfold.convert.corpus import Document, _message_text, read_documents
+from latentfold.convert.corpus import Document, message_text, read_documents
 from latentfold.convert.errors import InputError
 
 DATASET = "hf:"
@@ -108,7 +108,7 @@ def _texts(spec: str, rows: Iterator[dict[str, Any]]) -> Iterator[str]:
         column = column or _text_column(spec, row)
         value = row[column]
         if isinstance(value, list):
-            yield "\n\n".join(_message_text(message) for message in value if isinstance(message, dict))
+            yield "\n\n".join(message_text(message) for message in value if isinstance(message, dict))
         elif isinstance(value, str):
             yield value
 

@@ -6,6 +6,7 @@ Shape legend: H query heads, G KV heads, d head size, n = d/2, S slots, r latent
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from latentfold.convert.calibrate import AttentionProbe, LatentAccumulator, choose_pools, query_positions
-from latentfold.convert.factorize import AttentionWeights, LatentAttention, factorize
+from latentfold.convert.factorize import AttentionWeights, LatentAttention, factorize, latent_attention
 from latentfold.convert.linalg import solve_right, square_roots
+from latentfold.convert.refit import AttentionSample, refit_output
 from latentfold.convert.rope import (
     RopeStatistics,
     SlotFit,
@@ -26,7 +28,6 @@ from latentfold.convert.rope import (
     to_real_pairs,
 )
 from latentfold.convert.targets import deepseek
-from latentfold.convert.verify import latent_attention
 
 H, D_HEAD, HIDDEN, TOKENS = 4, 8, 24, 40
 FREQUENCIES = 1.0 / 100.0 ** (torch.arange(0, D_HEAD, 2, dtype=torch.float64) / D_HEAD)
@@ -108,6 +109,51 @@ def test_more_rank_and_better_slots_lower_the_error() -> None:
     full = FREQUENCIES.repeat_interleave(2)
     assert error(full, 16) < error(full, 12) < error(full, 6)
     assert error(full, 16) < error(FREQUENCIES, 24) < error(FREQUENCIES[:2], 24)
+
+
+def refitted(w: AttentionWeights, layer: LatentAttention, slots: Tensor) -> LatentAttention:
+    samples = []
+    for seed in range(12):
+        x = random_inputs(100 + seed)
+        positions = query_positions(TOKENS, 20, seed)
+        samples.append(AttentionSample.take(x, x, attention(w, FREQUENCIES, x), positions))
+    return refit_output(layer, slots, samples)
+
+
+def test_refit_keeps_what_is_exact() -> None:
+    w, slots = random_weights(2), FREQUENCIES.repeat_interleave(2)
+    layer = converted(w, slots, 16)
+    again = refitted(w, layer, slots)
+    assert (again.o - layer.o).abs().max() <= 1e-10 * layer.o.abs().max()
+    assert again.predicted_error["output"] < 1e-20
+
+
+def test_refit_finds_a_lost_output_projection() -> None:
+    w, slots = random_weights(2), FREQUENCIES.repeat_interleave(2)
+    layer = converted(w, slots, 16)
+    again = refitted(w, replace(layer, o=torch.zeros_like(layer.o)), slots)
+    x, expected = random_inputs(), attention(w, FREQUENCIES, random_inputs())
+    assert (latent_attention(again, slots, x) - expected).norm() < 0.1 * expected.norm()
+
+
+def test_refit_lowers_the_error_and_predicts_it() -> None:
+    """On inputs it has not seen, over several: a reduced layer gets better, about as good as it says."""
+    w = random_weights(2)
+    layer = converted(w, FREQUENCIES, 10)
+    again = refitted(w, layer, FREQUENCIES)
+    inputs = [random_inputs(seed) for seed in range(8)]
+
+    def error(layer: LatentAttention) -> float:
+        lost = power = 0.0
+        for x in inputs:
+            expected = attention(w, FREQUENCIES, x)
+            weight = 1 / (x + expected).square().sum(-1, keepdim=True)
+            lost += float((weight * (latent_attention(layer, FREQUENCIES, x) - expected).square()).sum())
+            power += float((weight * expected.square()).sum())
+        return lost / power
+
+    assert error(again) < 0.95 * error(layer)
+    assert again.predicted_error["output"] == pytest.approx(error(again), rel=0.25)
 
 
 def test_without_rotation_the_latent_alone_is_exact() -> None:

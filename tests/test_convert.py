@@ -260,6 +260,6 @@ def test_recipe_says_how_to_repeat_it(make_model: MakeModel, tmp_path: Path, opt
     assert recipe["options"]["seed"] == 3 and recipe["options"]["kv_rank"] == 8
     assert len(recipe["calibration"]["sha256"]) == 64
     assert recipe["residual_scale"] == pytest.approx(0.1**0.5)
-    assert len(recipe["layers"]) == 2 and set(recipe["layers"][0]) == {"rope", "key", "value"}
+    assert len(recipe["layers"]) == 2 and set(recipe["layers"][0]) == {"rope", "key", "value", "output"}
     assert recipe["parameters"]["source"] == sum(p.numel() for p in load(source).parameters())
     assert recipe["parameters"]["converted"] == sum(p.numel() for p in load(tmp_path / "out").parameters())

@@ -105,3 +105,40 @@ def test_a_failed_download_writes_nothing_and_the_next_run_succeeds(
         server.faults.clear()
         done = run(server, tmp_path / "home", *command)
         assert done.returncode == 0, done.stderr
+
+
+def test_streamed_source_leaves_no_copy_and_gives_the_same_weights(
+    make_model: MakeModel, tmp_path: Path, text_file: Path
+) -> None:
+    whole, streamed, home = tmp_path / "whole", tmp_path / "streamed", tmp_path / "home"
+    options = [*SIZES, "--calibration", str(text_file)]
+    with HubServer() as server:
+        publish(server, make_model(max_shard_size="20KB"))
+        assert run(server, tmp_path / "other", "convert", REPO, str(whole), *options).returncode == 0
+        before = len(server.requests)
+        done = run(server, home, "convert", REPO, str(streamed), "--stream", *options)
+        assert done.returncode == 0, done.stderr
+        fetched = [r.path.rsplit("/", 1)[1] for r in server.requests[before:] if r.path.endswith(".safetensors")]
+        assert len(set(fetched)) > 2 and not list(home.rglob("*.safetensors"))
+        offline = run(server, home, "convert", REPO, str(tmp_path / "no"), "--stream", *options, HF_HUB_OFFLINE="1")
+        assert offline.returncode == 2 and "HF_HUB_OFFLINE" in offline.stderr
+    assert (whole / "model.safetensors").read_bytes() == (streamed / "model.safetensors").read_bytes()
+
+
+def test_convert_evaluates_and_publishes(make_model: MakeModel, tmp_path: Path, text_file: Path) -> None:
+    out, home = tmp_path / "out", tmp_path / "home"
+    command = ["convert", REPO, str(out), "--stream", "--push", "me/tiny-mla", *SIZES, "--calibration", str(text_file)]
+    with HubServer() as server:
+        publish(server, make_model(max_shard_size="20KB"))
+        refused = run(server, home, *command)
+        assert refused.returncode == 2 and "not logged in" in refused.stderr and not out.exists()
+        server.add_token("hf_me", user="me")
+        done = run(server, home, *command, token="hf_me")
+        assert done.returncode == 0, done.stderr
+        repo = server.repo("me/tiny-mla")
+        files = repo.files("main")
+        assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
+        assert {"README.md", "evaluation.json", "latentfold.json"} <= set(files)
+        assert (
+            "hf_me" not in done.stdout + done.stderr + files["README.md"].decode() + files["evaluation.json"].decode()
+        )

@@ -6,7 +6,9 @@ from typing import Any
 
 import click
 
+from latentfold.convert.cli.evaluate import evaluate
 from latentfold.convert.cli.options import FilesCommand, quiet_libraries, revision_option, token_option, user_errors
+from latentfold.convert.cli.push import push
 
 
 @click.command(cls=FilesCommand)
@@ -32,12 +34,26 @@ from latentfold.convert.cli.options import FilesCommand, quiet_libraries, revisi
 @click.option(
     "--dry-run", is_flag=True, help="Print the plan; write nothing. A Hub model's weights are not downloaded."
 )
+@click.option("--stream", is_flag=True, help="Keep no copy of a Hub model: fetch shards when needed, then delete them.")
+@click.option("--push", "repo_id", metavar="REPO_ID", help="Afterwards evaluate on the bundled novel, and publish.")
+@click.option("--private", is_flag=True, help="Make a new repository private, with --push.")
 @click.option("--overwrite", is_flag=True, help="Replace what OUT holds, once the new checkpoint is complete.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress, no notices.")
 @revision_option
 @token_option
+@click.pass_context
 @user_errors
-def convert(model: str, out: str, dry_run: bool, quiet: bool, calibration: tuple[str, ...], **options: Any) -> None:
+def convert(
+    context: click.Context,
+    model: str,
+    out: str,
+    dry_run: bool,
+    quiet: bool,
+    calibration: tuple[str, ...],
+    repo_id: str | None,
+    private: bool,
+    **options: Any,
+) -> None:
     """Convert MODEL (folder or Hub id) to an MLA checkpoint in OUT.
 
     The result is a dense DeepseekV3ForCausalLM: transformers, vLLM, SGLang, llama.cpp and MLX load it as MLA without
@@ -47,9 +63,11 @@ def convert(model: str, out: str, dry_run: bool, quiet: bool, calibration: tuple
     latentfold convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-mla
     latentfold convert ./llama ./llama-mla --kv-rank 512 --rope-dim 64 --calibration my.txt
     latentfold convert meta-llama/Llama-3.1-8B out --dry-run
+    latentfold convert meta-llama/Llama-3.1-8B out --stream --push me/Llama-3.1-8B-MLA
     """
     quiet_libraries()
     from latentfold.convert.config import ConversionConfig
+    from latentfold.convert.hub import check_target
     from latentfold.convert.pipeline import dry_run as plan_only
     from latentfold.convert.pipeline import prepare, run
     from latentfold.convert.tables import conversion_summary, plan_table
@@ -58,6 +76,10 @@ def convert(model: str, out: str, dry_run: bool, quiet: bool, calibration: tuple
     if dry_run:
         click.echo(plan_table(plan_only(config)))
         return
+    if private and not repo_id:
+        raise click.UsageError("--private is for --push")
+    if repo_id:
+        check_target(repo_id, token=config.token)
     plan, tokenizer, windows = prepare(config)
     if not quiet:
         for notice in plan.notices:
@@ -66,3 +88,7 @@ def convert(model: str, out: str, dry_run: bool, quiet: bool, calibration: tuple
     if not quiet:
         click.echo(conversion_summary(result), err=True)
     click.echo(str(result.path))
+    if repo_id:
+        shared = {name: options[name] for name in ("token", "stream", "device", "revision")}
+        context.invoke(evaluate, original=model, converted=out, quiet=quiet, **shared)
+        context.invoke(push, out=out, repo_id=repo_id, private=private, quiet=quiet, token=config.token)

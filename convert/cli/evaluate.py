@@ -57,12 +57,14 @@ class ListOf(click.ParamType):
 @click.option("--tasks", type=ListOf(str), default=(), metavar="TASK,TASK", help="lm-evaluation-harness tasks.")
 @click.option("--include-path", metavar="DIR", help="A folder with more tasks.")
 @click.option("--limit", type=int, metavar="N", help="Samples of each task, at most.")
+@click.option("--batch-size", type=int, default=1, show_default=True, help="Requests at a time, for --tasks.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything measured to FILE ('-': JSON on stdout).")
 @click.option("--html", "html_file", metavar="FILE", help="Write a page with tables and plots to FILE.")
 @click.option("--no-save", is_flag=True, help="Leave no evaluation.json in CONVERTED.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of --speed and --tasks.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, ...; auto: a GPU if any.")
 @click.option("--dtype", default="float32", show_default=True, help="Compute dtype: float32, bfloat16, float16.")
+@click.option("--stream", is_flag=True, help="Keep no copy of ORIGINAL from the Hub, as in convert.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 @revision_option
 @token_option

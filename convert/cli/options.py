@@ -34,8 +34,11 @@ def user_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def quiet_libraries() -> None:
     """Keep the libraries' own progress bars and warnings off the terminal; ours say what matters."""
+    import logging
+
     import transformers
 
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
