@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from latentfold.convert.linalg import by_pool, metric_root, solve_right, square_roots
 from latentfold.convert.rope import SlotFit, constant_keys, slot_keys, slot_queries
@@ -206,11 +206,18 @@ def head_outputs(layer: LatentAttention, frequencies: Tensor, x: Tensor, positio
     queries = x[positions]
     q_rope = torch.einsum("hsd,md->hms", layer.q_rope.to(rotating), queries.to(rotating)) * turns[positions]
     q_nope = torch.einsum("hed,md->hme", layer.q_nope.to(dtype), queries)
-    keys = torch.einsum("her,tr->hte", layer.k_up.to(dtype), latent)
-    scores = layer.scale * (q_nope @ keys.mT + (q_rope @ z.conj().T).real)
-    scores.masked_fill_(tokens > positions[:, None], -torch.inf)
+    k_nope = torch.einsum("her,tr->hte", layer.k_up.to(dtype), latent)
+    k_rope = torch.cat([z.real, z.imag], dim=-1).expand(len(k_nope), -1, -1)
     values = torch.einsum("her,tr->hte", layer.v_up.to(dtype), latent)
-    return (scores.softmax(-1) @ values).transpose(0, 1)
+    query = torch.cat([q_nope, q_rope.real, q_rope.imag], dim=-1)
+    key = torch.cat([k_nope, k_rope], dim=-1)
+    size = values.shape[-1]
+    # torch's fused CPU kernel wants heads of one size and four dimensions
+    padded = nn.functional.pad(values, (0, key.shape[-1] - size))
+    out = nn.functional.scaled_dot_product_attention(
+        query[None], key[None], padded[None], attn_mask=tokens <= positions[:, None], scale=layer.scale
+    )
+    return out[0, :, :, :size].transpose(0, 1)
 
 
 def latent_attention(layer: LatentAttention, frequencies: Tensor, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from latentfold.convert.config import ConversionConfig
 from latentfold.convert.corpus import Windows
 from latentfold.convert.errors import InputError
 from latentfold.convert.plan import ConversionPlan
-from latentfold.convert.source import card_metadata, read_json
+from latentfold.convert.source import card_metadata, public_name, read_json
 from latentfold.convert.targets import deepseek
 
 RECIPE = "latentfold.json"
@@ -56,7 +56,7 @@ def starting_recipe(config: ConversionConfig, plan: ConversionPlan, windows: Win
     return {
         "latentfold": version("latentfold"),
         "source": {
-            "name": plan.checkpoint.name,
+            "name": public_name(plan.checkpoint.name),
             "revision": plan.checkpoint.revision,
             "model_type": plan.config.model_type,
             "tensors": len(headers),
@@ -64,14 +64,14 @@ def starting_recipe(config: ConversionConfig, plan: ConversionPlan, windows: Win
         | {key: card.get(key) for key in ("license", "license_name", "license_link", "language")},
         "options": options
         | {
-            "calibration": list(options["calibration"]),
+            "calibration": [public_name(name) for name in options["calibration"]],
             "kv_rank": plan.kv_rank,
             "rope_dim": plan.rope_dim,
             "seq_len": plan.seq_len,
             "dtype": str(plan.dtype).removeprefix("torch."),
         },
         "calibration": {
-            "texts": list(windows.sources),
+            "texts": [public_name(name) for name in windows.sources],
             "windows": list(windows.tokens.shape),
             "sha256": windows.sha256,
         },

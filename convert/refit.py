@@ -27,7 +27,7 @@ from torch import Tensor
 from latentfold.convert.factorize import LatentAttention, head_outputs
 
 FOLDS = 4
-RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+RIDGES = (1e-2, 1e-1, 1.0)
 """Candidates for lambda, relative to the mean diagonal of the features' moment."""
 
 
@@ -86,8 +86,7 @@ def refit_output(layer: LatentAttention, frequencies: Tensor, samples: list[Atte
 def _ridge_step(features: Tensor, residual: Tensor) -> tuple[Tensor, float]:
     """X (F, D) with features X ~ residual, damped towards 0, and the squared error on samples left out."""
     parts = list(zip(features.tensor_split(FOLDS), residual.tensor_split(FOLDS), strict=True))
-    gram = sum((_moment(f, f) for f, _ in parts), start=features.new_zeros((), dtype=torch.float64))
-    cross = sum((_moment(f, r) for f, r in parts), start=features.new_zeros((), dtype=torch.float64))
+    gram, cross = _moment(features, features), _moment(features, residual)
     size = gram.diagonal().mean().clamp_min(1e-300)
     before = float(residual.square().sum(dtype=torch.float64))
     after = dict.fromkeys(RIDGES, before)
@@ -103,7 +102,7 @@ def _ridge_step(features: Tensor, residual: Tensor) -> tuple[Tensor, float]:
 
 
 def _moment(a: Tensor, b: Tensor) -> Tensor:
-    return a.to(torch.float64).T @ b.to(torch.float64)
+    return (a.T @ b).to(torch.float64)
 
 
 def _damped(gram: Tensor, cross: Tensor, ridge: Tensor) -> Tensor:

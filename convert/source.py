@@ -174,6 +174,11 @@ def is_local(name: str) -> bool:
     return exists or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".")
 
 
+def public_name(name: str) -> str:
+    """What a record that may be published calls a model or a file: an absolute path by its last part alone."""
+    return Path(name).name if os.path.isabs(name) else name
+
+
 def open_checkpoint(
     name: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None
 ) -> Checkpoint:

@@ -84,8 +84,8 @@ def plan_table(plan: ConversionPlan) -> str:
     return _rows(rows)
 
 
-def conversion_summary(result: ConversionResult) -> str:
-    """What `latentfold convert` says at the end."""
+def conversion_summary(source: str, result: ConversionResult) -> str:
+    """What `latentfold convert` says at the end of converting `source`."""
     r = result.recipe
     layers = r["layers"]
     total = [layer["output"] for layer in layers]
@@ -103,6 +103,6 @@ def conversion_summary(result: ConversionResult) -> str:
                 f"{total[worst]:.3f} in layer {worst}",
             ),
             ("reload check", f"logits equal to {r['check']['reload_logit_difference']:.0e}"),
-            ("next", f"latentfold eval {r['source']['name']} {result.path}"),
+            ("next", f"latentfold eval {source} {result.path}"),
         ]
     )

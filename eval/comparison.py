@@ -25,7 +25,7 @@ from latentfold.convert.pipeline import load_tokenizer
 from latentfold.convert.plan import read_config
 from latentfold.convert.recipe import RECIPE, fingerprint
 from latentfold.convert.shapes import model_shape
-from latentfold.convert.source import Checkpoint, download, open_checkpoint, read_json
+from latentfold.convert.source import Checkpoint, download, open_checkpoint, public_name, read_json
 from latentfold.convert.stream import stream as streamed
 from latentfold.eval.attention import AttentionErrors
 from latentfold.eval.cache import cache_by_context, cache_size
@@ -187,8 +187,8 @@ def evaluate(
         )
         record["tasks"] = {"limit": limit, "lm_eval": version("lm_eval")}
     return Evaluation(
-        original=a.name,
-        converted=b.name,
+        original=public_name(a.name),
+        converted=public_name(b.name),
         texts=texts,
         overall=macro_nll([result.overall for result in texts]),
         agreement=macro_agreement([result.agreement for result in texts]),
@@ -214,7 +214,7 @@ def doubling(first: int, last: int) -> list[int]:
 def _text_result(name: str, windows: Windows, scores: TokenScores, skip: int) -> TextResult:
     count, length = windows.tokens.shape
     return TextResult(
-        name=name,
+        name=public_name(name),
         sha256=windows.sha256,
         windows=count,
         window_length=length,
@@ -226,9 +226,8 @@ def _text_result(name: str, windows: Windows, scores: TokenScores, skip: int) ->
     )
 
 
-def save(evaluation: Evaluation) -> Path | None:
-    """Leave an evaluation beside the converted checkpoint it speaks of, for its card; None where that is no folder."""
-    folder = Path(evaluation.converted)
+def save(evaluation: Evaluation, folder: Path) -> Path | None:
+    """Leave an evaluation in the folder of the conversion it speaks of, for its card; None where there is none."""
     if not (folder / RECIPE).is_file() or not os.access(folder, os.W_OK):
         return None
     path = folder / EVALUATION

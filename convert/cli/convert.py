@@ -86,7 +86,7 @@ def convert(
             click.echo(f"Note: {notice}", err=True)
     result = run(config, plan, tokenizer, windows)
     if not quiet:
-        click.echo(conversion_summary(result), err=True)
+        click.echo(conversion_summary(model, result), err=True)
     click.echo(str(result.path))
     if repo_id:
         shared = {name: options[name] for name in ("token", "stream", "device", "revision")}

@@ -101,7 +101,7 @@ def evaluate(
     options["speed"] |= full
     found = compare(original, converted, progress=not quiet, command=_command(), **options)
     if not no_save:
-        save(found)
+        save(found, Path(converted))
     data = json.dumps(found.to_dict(), indent=2)
     if json_file and json_file != "-":
         Path(json_file).write_text(data + "\n", encoding="utf-8")
@@ -113,9 +113,13 @@ def evaluate(
 
 
 def _command() -> str:
-    """The command line as it can be typed again, without a token."""
+    """The command line as it can be typed again, without a token and without telling where files lie here."""
+    from latentfold.convert.source import public_name
+
     words = sys.argv[1:]
     kept = [
-        word for i, word in enumerate(words) if not word.startswith("--token") and (i == 0 or words[i - 1] != "--token")
+        public_name(word)
+        for i, word in enumerate(words)
+        if not word.startswith("--token") and (i == 0 or words[i - 1] != "--token")
     ]
     return shlex.join(["latentfold", *kept])
