@@ -96,6 +96,10 @@ class AttentionProbe:
         re, im = x[..., :n], x[..., n:]
         return torch.cat([re * cos - im * sin, im * cos + re * sin], dim=-1)
 
+    def sample(self, x: Tensor, stream: Tensor, count: int, seed: int) -> Sensitivity:
+        """Look at one sequence at `count` random positions; see `__call__`."""
+        return self(x, stream, query_positions(len(x), count, seed).to(x.device), seed)
+
     def __call__(self, x: Tensor, stream: Tensor, positions: Tensor, seed: int) -> Sensitivity:
         """Look at one sequence.
 

@@ -32,7 +32,7 @@ from latentfold.convert.rope import SlotFit, constant_keys, slot_keys, slot_quer
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """One attention layer, head by head, in float64. q, k: rotate-half layout.
+    """One attention layer, head by head. q, k: rotate-half layout.
 
     Attributes:
         q: (H, d, D).  k: (G, d, D).  v: (G, d, D).  o: (H, D, d).
@@ -44,6 +44,11 @@ class AttentionWeights:
     v: Tensor
     o: Tensor
     scale: float
+
+    def to(self, dtype: torch.dtype) -> AttentionWeights:
+        """The same in another dtype."""
+        q, k, v, o = (part.to(dtype) for part in (self.q, self.k, self.v, self.o))
+        return AttentionWeights(q, k, v, o, self.scale)
 
     @property
     def group(self) -> Tensor:
@@ -188,11 +193,11 @@ def factorize(
 
 
 @torch.no_grad()
-def head_outputs(layer: LatentAttention, frequencies: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+def head_outputs(layer: LatentAttention, frequencies: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
     """What each head of the factorized layer delivers to W_O, computed in the dtype of x.
 
     Args:
-        frequencies: (S,) of the slots.  x: (T, D).  positions: (M,) queries to compute.
+        frequencies: (S,) of the slots.  x: (T, D).  positions: (M,) queries to compute; None: all.
 
     Returns:
         (M, H, d).
@@ -203,8 +208,9 @@ def head_outputs(layer: LatentAttention, frequencies: Tensor, x: Tensor, positio
     phase = tokens.to(torch.float64)[:, None] * frequencies.to(x.device, torch.float64)
     turns = torch.polar(torch.ones_like(phase), phase).to(rotating)  # (T, S)
     z = (x.to(rotating) @ layer.rope_key.to(rotating).T) * turns
-    queries = x[positions]
-    q_rope = torch.einsum("hsd,md->hms", layer.q_rope.to(rotating), queries.to(rotating)) * turns[positions]
+    where = slice(None) if positions is None else positions
+    queries = x[where]
+    q_rope = torch.einsum("hsd,md->hms", layer.q_rope.to(rotating), queries.to(rotating)) * turns[where]
     q_nope = torch.einsum("hed,md->hme", layer.q_nope.to(dtype), queries)
     k_nope = torch.einsum("her,tr->hte", layer.k_up.to(dtype), latent)
     k_rope = torch.cat([z.real, z.imag], dim=-1).expand(len(k_nope), -1, -1)
@@ -215,12 +221,17 @@ def head_outputs(layer: LatentAttention, frequencies: Tensor, x: Tensor, positio
     # torch's fused CPU kernel wants heads of one size and four dimensions
     padded = nn.functional.pad(values, (0, key.shape[-1] - size))
     out = nn.functional.scaled_dot_product_attention(
-        query[None], key[None], padded[None], attn_mask=tokens <= positions[:, None], scale=layer.scale
+        query[None],
+        key[None],
+        padded[None],
+        attn_mask=None if positions is None else tokens <= positions[:, None],
+        is_causal=positions is None,
+        scale=layer.scale,
     )
     return out[0, :, :, :size].transpose(0, 1)
 
 
 def latent_attention(layer: LatentAttention, frequencies: Tensor, x: Tensor) -> Tensor:
     """The factorized layer's attention output in float64: x (T, D) -> (T, D)."""
-    heads = head_outputs(layer, frequencies, x.to(torch.float64), torch.arange(len(x), device=x.device))
+    heads = head_outputs(layer, frequencies, x.to(torch.float64))
     return torch.einsum("hde,the->td", layer.o, heads)

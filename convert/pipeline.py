@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from latentfold.convert.calibrate import AttentionProbe, LatentAccumulator, RopeAccumulator, query_positions
+from latentfold.convert.calibrate import AttentionProbe, RopeAccumulator
 from latentfold.convert.checkpoint import CheckpointWriter, replace_text
 from latentfold.convert.config import ConversionConfig
 from latentfold.convert.corpus import Windows, default_calibration, make_windows, read_documents, tokenize
 from latentfold.convert.errors import InputError
-from latentfold.convert.factorize import AttentionWeights, LatentAttention, factorize
+from latentfold.convert.factorize import AttentionWeights, LatentAttention
 from latentfold.convert.layers import StreamedModel, attention_inputs
+from latentfold.convert.method import LayerCalibration, convert_layer
 from latentfold.convert.plan import ConversionPlan, make_plan
 from latentfold.convert.recipe import RECIPE, finished_recipe, starting_recipe
-from latentfold.convert.refit import AttentionSample, refit_output, sample_count
 from latentfold.convert.rope import fit_slots
 from latentfold.convert.source import Checkpoint, copy_legal_files, download, open_checkpoint, with_headers
 from latentfold.convert.stream import stream
@@ -176,7 +176,7 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
     if not writer.done("outer"):
         writer.write("outer", outer_tensors(plan))
     target = MemoryTarget(config, plan, ladder, writer)
-    convert_layers(model, plan, ladder, windows, config, writer, target)
+    write_layers(model, plan, ladder, windows, config, writer, target)
     logits = target.logits()
     recipe = finished_recipe(recipe, plan, ladder, writer)
     write_small_files(plan, ladder, tokenizer, writer.folder)
@@ -224,13 +224,13 @@ def observe(
                     observer.finish()
 
 
-def attention_weights(model: StreamedModel, plan: ConversionPlan, index: int, dtype: torch.dtype) -> AttentionWeights:
-    """One layer's projections, head by head."""
+def attention_weights(model: StreamedModel, plan: ConversionPlan, index: int) -> AttentionWeights:
+    """One layer's projections, head by head, in float32."""
     shape, family = plan.shape, plan.family
     prefix = family.layer_prefix.format(layer=index)
 
     def read(name: str) -> Tensor:
-        return plan.checkpoint.tensor(prefix + name).to(model.device, dtype)
+        return plan.checkpoint.tensor(prefix + name).to(model.device, torch.float32)
 
     heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_dim
     return AttentionWeights(
@@ -256,7 +256,7 @@ def score_ladders(
 
     class LadderObserver:
         def __init__(self, index: int) -> None:
-            weights = attention_weights(model, plan, index, torch.float32)
+            weights = attention_weights(model, plan, index)
             self.scale = weights.scale
             self.probe = AttentionProbe(weights, model.inverse_frequencies.to(model.device))
             self.rope = RopeAccumulator(
@@ -265,8 +265,7 @@ def score_ladders(
             self.power = 0.0
 
         def add(self, window: int, x: Tensor, stream: Tensor, output: Tensor) -> None:
-            positions = query_positions(len(x), config.queries, config.seed + window).to(x.device)
-            seen = self.probe(x, stream, positions, config.seed + window)
+            seen = self.probe.sample(x, stream, config.queries, config.seed + window)
             self.rope.add(seen)
             self.power += seen.output_power
 
@@ -281,7 +280,7 @@ def score_ladders(
     return totals
 
 
-def convert_layers(
+def write_layers(
     model: StreamedModel,
     plan: ConversionPlan,
     ladder: deepseek.Ladder,
@@ -292,30 +291,21 @@ def convert_layers(
 ) -> None:
     """Pass 2: measure, factorize, check and write every layer that is not written yet."""
     slots = ladder.frequencies.to(model.device)
-    pairs = model.inverse_frequencies.to(model.device)
-    samples = sample_count(plan.shape.num_heads * plan.shape.head_dim, len(windows.tokens))
 
-    class LayerObserver:
+    class LayerObserver(LayerCalibration):
         def __init__(self, index: int) -> None:
             self.index = index
-            self.weights = attention_weights(model, plan, index, torch.float32)
-            self.probe = AttentionProbe(self.weights, pairs)
-            self.moments = LatentAccumulator(self.weights, windows.tokens.shape[1])
-            self.samples: list[AttentionSample] = []
-
-        def add(self, window: int, x: Tensor, stream: Tensor, output: Tensor) -> None:
-            seed = config.seed + window
-            positions = query_positions(len(x), config.queries, seed).to(x.device)
-            self.moments.add(x, self.probe(x, stream, positions, seed))
-            positions = query_positions(len(x), samples, seed).to(x.device)
-            self.samples.append(AttentionSample.take(x, stream, output, positions))
+            super().__init__(
+                attention_weights(model, plan, index),
+                model.inverse_frequencies.to(model.device),
+                windows=len(windows.tokens),
+                length=windows.tokens.shape[1],
+                queries=config.queries,
+                seed=config.seed,
+            )
 
         def finish(self) -> None:
-            rope, latent = self.moments.result()
-            fit = fit_slots(rope, pairs, slots)
-            weights = attention_weights(model, plan, self.index, torch.float64)
-            converted = factorize(latent, weights, fit, plan.kv_rank)
-            converted = refit_output(converted, slots, self.samples)
+            converted = convert_layer(self.result(), slots, plan.kv_rank)
             tensors = layer_tensors(plan, ladder, self.index, converted)
             layout_error = target.take(self.index, tensors, converted)
             record = {"predicted_error": converted.predicted_error, "layout_error": layout_error}

@@ -106,9 +106,12 @@ def evaluate(
     if json_file and json_file != "-":
         Path(json_file).write_text(data + "\n", encoding="utf-8")
     if html_file:
+        from latentfold.convert.recipe import RECIPE, read_recipe
         from latentfold.eval.report.html import html
 
-        Path(html_file).write_text(html(found), encoding="utf-8")
+        folder = Path(converted)
+        recipe = read_recipe(folder) if (folder / RECIPE).is_file() else None
+        Path(html_file).write_text(html(found, recipe), encoding="utf-8")
     click.echo(data if json_file == "-" else markdown(found))
 
 

@@ -1,0 +1,263 @@
+"""What a conversion costs, ingredient by ingredient, and against other training-free methods, on your model and text.
+
+    python -m benchmarks.quality MODEL                      this project's method at two sizes, on two texts
+    python -m benchmarks.quality MODEL --ablate             and without each of its ingredients in turn
+    python -m benchmarks.quality MODEL --baselines          and the baselines
+    python -m benchmarks.quality MODEL --text mine.txt --sizes 64+448 --calibration other.txt
+
+One sweep serves all rows: the calibration windows pass the original's layers once, every row converts each layer from
+the same statistics, and the evaluation windows pass every row's layers. Attention is computed from the factorization in
+float32 (the tests hold the stock class to the same numbers); rows that do not fit the stock container are marked
+`simulated`. The default texts are a novel and Python's reference manual; the bundled calibration text holds
+neither. JSON goes to --json, a Markdown table to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import pydoc_data.topics
+import resource
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import click
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.variants import BASELINES, VARIANTS, Variant
+from latentfold.convert.cli.options import FilesCommand, quiet_libraries, user_errors
+from latentfold.convert.config import ConversionConfig
+from latentfold.convert.corpus import Document, Windows, make_windows
+from latentfold.convert.factorize import LatentAttention, head_outputs
+from latentfold.convert.layers import StreamedModel, attention_inputs
+from latentfold.convert.method import LayerCalibration
+from latentfold.convert.pipeline import attention_weights, prepare, score_ladders
+from latentfold.convert.plan import ConversionPlan
+from latentfold.eval.comparison import NOVEL_FRONT_MATTER, bundled_novel
+from latentfold.eval.predictions import agreement, nll, position_buckets, score_tokens
+from latentfold.eval.provenance import provenance
+from latentfold.eval.texts import open_texts
+
+BLOCK = 512
+"""Tokens of a block of the manual: even ones may calibrate (--manual), odd ones are evaluated on then."""
+
+
+@dataclass
+class Row:
+    """One variant at one size, on its way through the layers."""
+
+    variant: Variant
+    kv_rank: int
+    slots: Tensor
+    streams: list[Tensor]
+    seconds: float = 0.0
+    predicted: list[float] = field(default_factory=list)
+
+
+class FactorizedAttention(nn.Module):
+    """Stands in for a layer's attention module; computes it from a factorization."""
+
+    def __init__(self, layer: LatentAttention, frequencies: Tensor) -> None:
+        super().__init__()
+        self.layer, self.frequencies = layer, frequencies
+        self.o = layer.o.transpose(0, 1).flatten(1).to(torch.float32)  # (D, H d)
+
+    def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
+        heads = head_outputs(self.layer, self.frequencies, hidden_states[0]).flatten(1)
+        return (heads @ self.o.T)[None], None
+
+
+def manual() -> Document:
+    """Python's reference manual, as the interpreter ships it."""
+    topics = pydoc_data.topics.topics
+    return Document("Python manual", "\n\n".join(topics[key] for key in sorted(topics)))
+
+
+def manual_blocks(tokenizer: object, vocab_size: int) -> tuple[Windows, Windows]:
+    """The manual in blocks of 512 tokens: even ones to calibrate on, odd ones to test."""
+    blocks = make_windows([manual()], tokenizer, length=BLOCK, count=1 << 30, purpose="manual", vocab_size=vocab_size)
+    even, odd = blocks.tokens[::2], blocks.tokens[1::2]
+    name = ("Python manual, even blocks",), ("Python manual, odd blocks",)
+    return Windows(even, name[0], blocks.sha256), Windows(odd, name[1], blocks.sha256)
+
+
+@torch.no_grad()
+def sweep(
+    model: StreamedModel,
+    plan: ConversionPlan,
+    config: ConversionConfig,
+    calibration: Tensor,
+    evaluation: Tensor,
+    rows: list[Row],
+) -> list[Tensor]:
+    """Take every row's evaluation streams through its own layers; the original's last hidden states."""
+    groups = [[model.begin(row[None]) for row in tokens] for tokens in (calibration, evaluation)]
+    streams = [[hidden for hidden, _ in group] for group in groups]
+    kwargs = [group[0][1] for group in groups]
+    for row in rows:
+        row.streams = list(streams[1])
+    for index in tqdm(range(model.num_layers), desc="layers", unit="layer"):
+        observer = LayerCalibration(
+            attention_weights(model, plan, index),
+            model.inverse_frequencies.to(model.device),
+            windows=len(calibration),
+            length=calibration.shape[1],
+            queries=config.queries,
+            seed=config.seed,
+        )
+        with model.layer(index) as layer:
+            for k, hidden in enumerate(streams[0]):
+                streams[0][k], x, output = attention_inputs(layer, hidden, kwargs[0][index])
+                observer.add(k, x[0], hidden[0], output[0])
+            streams[1] = [layer(hidden, **kwargs[1][index]) for hidden in streams[1]]
+            calibrated = observer.result()
+            original = layer.self_attn
+            for row in rows:
+                start = time.perf_counter()
+                converted, frequencies = row.variant.convert(calibrated, row.slots, row.kv_rank)
+                row.seconds += time.perf_counter() - start
+                row.predicted.append(converted.predicted_error.get("output", float("nan")))
+                layer.self_attn = FactorizedAttention(converted, frequencies)
+                row.streams = [layer(hidden, **kwargs[1][index]) for hidden in row.streams]
+            layer.self_attn = original
+    return streams[1]
+
+
+def result(
+    row: Row, size: str, counts: dict[str, int], tokens: Tensor, last: list[Tensor], model: StreamedModel
+) -> dict:
+    """A row as data: each text's NLL gap by position, KL and top-1 agreement."""
+    with model.head() as head:
+        scores = score_tokens(tokens, last, row.streams, head, head)
+    parts = scores.split(list(counts.values()))
+    length = tokens.shape[1] - 1
+    return {
+        "method": row.variant.name,
+        "size": size,
+        "container": "stock" if row.variant.portable else "simulated",
+        "factorization_seconds": round(row.seconds, 1),
+        "texts": {
+            name: {
+                "overall": asdict(nll(part, 0, length)),
+                "by_position": [asdict(nll(part, *bucket)) for bucket in position_buckets(length)],
+                "agreement": asdict(agreement(part)),
+            }
+            for name, part in zip(counts, parts, strict=True)
+        },
+        "predicted_output_error": row.predicted,
+    }
+
+
+def table(results: list[dict]) -> str:
+    """Markdown: one line a row."""
+    texts = list(results[0]["texts"])
+    lines = [
+        "| method | size (rope+rank) | container | "
+        + " | ".join(f"{name}: gap (nats) ↓ | longest contexts ↓ | KL ↓ | top-1 ↑" for name in texts)
+        + " | seconds |",
+        "|---" * (4 + 4 * len(texts)) + "|",
+    ]
+    for r in results:
+        cells = []
+        for found in r["texts"].values():
+            whole, tail = found["overall"], found["by_position"][-1]
+            error = whole["gap_standard_error"]
+            cells += [
+                f"{whole['gap']:+.3f}" + (f" ± {error:.3f}" if error is not None else ""),
+                f"{tail['gap']:+.3f}",
+                f"{found['agreement']['kl']:.3f}",
+                f"{found['agreement']['top1']:.1%}",
+            ]
+        lines.append(
+            f"| {r['method']} | {r['size']} | {r['container']} | "
+            + " | ".join(cells)
+            + f" | {r['factorization_seconds']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+@click.command(cls=FilesCommand)
+@click.argument("model")
+@click.option("--sizes", default="32+96,32+160", show_default=True, help="rope-dim + kv-rank, with commas between.")
+@click.option("--text", multiple=True, metavar="FILE...", help="To evaluate on; default: a novel, the manual.")
+@click.option("--calibration", multiple=True, metavar="FILE...", help="Texts to calibrate on; default: bundled.")
+@click.option("--manual", "on_manual", is_flag=True, help="Calibrate on the manual's even blocks, test on odd ones.")
+@click.option("--seq-len", type=int, default=4096, show_default=True, help="Tokens of a window.")
+@click.option("--windows", type=int, default=2, show_default=True, help="Evaluation windows of each text.")
+@click.option("--ablate", is_flag=True, help="Rows without each ingredient.")
+@click.option("--baselines", is_flag=True, help="Rows for other methods.")
+@click.option("--json", "json_file", metavar="FILE", help="Write everything to FILE.")
+@user_errors
+def main(
+    model: str,
+    sizes: str,
+    text: tuple[str, ...],
+    calibration: tuple[str, ...],
+    on_manual: bool,
+    seq_len: int,
+    windows: int,
+    ablate: bool,
+    baselines: bool,
+    json_file: str | None,
+) -> None:
+    """Run the benchmark on MODEL, a folder or a Hub id."""
+    quiet_libraries()
+    started = time.perf_counter()
+    variants = list(VARIANTS.values()) if ablate else [VARIANTS["latentfold"]]
+    variants += BASELINES.values() if baselines else ()
+    rows: list[Row] = []
+    names: list[str] = []
+    nowhere = str(Path(tempfile.mkdtemp()) / "out")
+    for size in sizes.split(","):
+        rope_dim, kv_rank = (int(part) for part in size.split("+"))
+        config = ConversionConfig(
+            model, nowhere, rope_dim=rope_dim, kv_rank=kv_rank, calibration=calibration, seq_len=seq_len
+        )
+        plan, tokenizer, calibrating = prepare(config)
+        if on_manual:
+            calibrating, testing = manual_blocks(tokenizer, plan.shape.vocab_size)
+        source = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
+        scores = score_ladders(source, plan, calibrating, config)
+        best = min(range(len(scores)), key=lambda i: scores[i])
+        for variant in variants:
+            ladder = plan.ladders[best if variant.searches_ladder else 0]
+            rows.append(Row(variant, kv_rank, ladder.frequencies.to(source.device), []))
+            names.append(size)
+    if on_manual:
+        parts = {"manual, odd blocks": testing.tokens}
+    else:
+        documents = open_texts(text) if text else [bundled_novel(), manual()]
+        parts = {
+            document.name: make_windows(
+                [document],
+                tokenizer,
+                length=seq_len,
+                count=windows,
+                purpose="evaluation",
+                vocab_size=plan.shape.vocab_size,
+                skip=0 if text else NOVEL_FRONT_MATTER,
+            ).tokens
+            for document in documents
+        }
+    tokens = torch.cat(list(parts.values()))
+    last = sweep(source, plan, config, calibrating.tokens, tokens, rows)
+    counts = {name: len(part) for name, part in parts.items()}
+    results = [result(row, size, counts, tokens, last, source) for row, size in zip(rows, names, strict=True)]
+    data = {
+        "model": model,
+        "calibration": {"texts": calibrating.sources, "windows": list(calibrating.tokens.shape)},
+        "rows": results,
+        "seconds": round(time.perf_counter() - started, 1),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "provenance": provenance(command=None, dtype="float32", device=config.torch_device, seed=config.seed),
+    }
+    if json_file:
+        Path(json_file).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    click.echo(table(results))
+
+
+if __name__ == "__main__":
+    main()
