@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import pydoc_data.topics
 import resource
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,8 +33,9 @@ from latentfold.convert.corpus import Document, Windows, make_windows
 from latentfold.convert.factorize import LatentAttention, head_outputs
 from latentfold.convert.layers import StreamedModel, attention_inputs
 from latentfold.convert.method import LayerCalibration
-from latentfold.convert.pipeline import attention_weights, prepare, score_ladders
+from latentfold.convert.pipeline import prepare, score_ladders
 from latentfold.convert.plan import ConversionPlan
+from latentfold.convert.sweep import attention_weights
 from latentfold.eval.comparison import NOVEL_FRONT_MATTER, bundled_novel
 from latentfold.eval.predictions import agreement, nll, position_buckets, score_tokens
 from latentfold.eval.provenance import provenance
@@ -210,11 +210,10 @@ def main(
     variants += BASELINES.values() if baselines else ()
     rows: list[Row] = []
     names: list[str] = []
-    nowhere = str(Path(tempfile.mkdtemp()) / "out")
     for size in sizes.split(","):
         rope_dim, kv_rank = (int(part) for part in size.split("+"))
         config = ConversionConfig(
-            model, nowhere, rope_dim=rope_dim, kv_rank=kv_rank, calibration=calibration, seq_len=seq_len
+            model, None, rope_dim=rope_dim, kv_rank=kv_rank, calibration=calibration, seq_len=seq_len
         )
         plan, tokenizer, calibrating = prepare(config)
         if on_manual:

@@ -19,11 +19,14 @@ class ConversionConfig:
 
     Attributes:
         source: folder or Hub id.
-        output: folder to write; must not exist, be empty, or `overwrite` be set.
+        output: folder to write; must not exist, be empty, or `overwrite` be set. None: nothing will be written.
         revision: branch, tag or commit of a Hub id.
         token: Hub token; None means the stored one.
         kv_rank: kv_lora_rank of the result; None: as `inspect` proposes.
         rope_dim: qk_rope_head_dim of the result; None: as `inspect` proposes.
+        cache_values: values to cache per token and layer; how many of them rotate is chosen by a survey of a few
+            layers. Instead of kv_rank and rope_dim.
+        cache_ratio: the same as a share of the source's.
         calibration: text or jsonl files; empty: the bundled text.
         calibration_tokens: tokens to calibrate on, at most.
         seq_len: tokens of a calibration window; None: 4096, or what the model takes.
@@ -38,11 +41,13 @@ class ConversionConfig:
     """
 
     source: str
-    output: str
+    output: str | None
     revision: str | None = None
     token: str | None = None
     kv_rank: int | None = None
     rope_dim: int | None = None
+    cache_values: int | None = None
+    cache_ratio: float | None = None
     calibration: tuple[str, ...] = ()
     calibration_tokens: int = 28672
     seq_len: int | None = None
@@ -67,6 +72,13 @@ class ConversionConfig:
             raise InputError(f"--kv-rank {self.kv_rank}: expected a positive number")
         if self.rope_dim is not None and (self.rope_dim < 2 or self.rope_dim % 2):
             raise InputError(f"--rope-dim {self.rope_dim}: expected a positive even number (two values a frequency)")
+        given = [self.cache_values is not None, self.cache_ratio is not None]
+        if sum([*given, self.kv_rank is not None or self.rope_dim is not None]) > 1:
+            raise InputError("expected one of --cache-values, --cache-ratio, and --kv-rank with --rope-dim")
+        if self.cache_values is not None and self.cache_values < 4:
+            raise InputError(f"--cache-values {self.cache_values}: expected at least 4")
+        if self.cache_ratio is not None and not 0 < self.cache_ratio < 1:
+            raise InputError(f"--cache-ratio {self.cache_ratio}: expected a share between 0 and 1")
         if self.seq_len is not None and self.seq_len < 16:
             raise InputError(f"--seq-len {self.seq_len}: expected at least 16")
         if self.queries < 1:
@@ -98,6 +110,7 @@ class ConversionConfig:
     @property
     def output_path(self) -> Path:
         """Where the checkpoint goes."""
+        assert self.output is not None
         return Path(self.output)
 
 

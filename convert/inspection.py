@@ -11,6 +11,8 @@ from latentfold.convert.shapes import ModelShape
 CONTEXTS = (4096, 32768, 131072)
 KERNEL_SIZES = ((512, 64), (256, 64))
 """kv_lora_rank + qk_rope_head_dim that fast MLA kernels are built for."""
+HEAD_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
+"""Shares of a head's size that may be given to rotation where a number of cached values is to be divided."""
 TARGET_SHARE = 1 / 3
 """Share of the source's cached values that a proposal aims at: most of what can be kept without training is."""
 
@@ -86,6 +88,13 @@ def propose_sizes(shape: ModelShape) -> Proposal:
         kv_rank = min(shape.max_kv_rank, max(step * round(wanted / step), rope_dim // 2, 1))
     share = (kv_rank + rope_dim) / values
     return Proposal(kv_rank, rope_dim, share, engine_kernels(kv_rank, rope_dim))
+
+
+def splits(shape: ModelShape, values: int) -> list[tuple[int, int]]:
+    """(kv_rank, rope_dim) that together cache `values`; none where no division makes sense."""
+    rotated = [max(2, round(shape.head_dim * share / 2) * 2) for share in HEAD_SHARES]
+    found = dict.fromkeys((values - rope_dim, rope_dim) for rope_dim in rotated)
+    return [(rank, rope) for rank, rope in found if rope // 2 <= rank <= shape.max_kv_rank]
 
 
 def inspect_model(name: str, *, revision: str | None = None, token: str | None = None) -> Inspection:

@@ -7,28 +7,28 @@ factorizes it and writes it. Both run the *original* layers, so no layer is cali
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from latentfold.convert.calibrate import AttentionProbe, RopeAccumulator
 from latentfold.convert.checkpoint import CheckpointWriter, replace_text
 from latentfold.convert.config import ConversionConfig
 from latentfold.convert.corpus import Windows, default_calibration, make_windows, read_documents, tokenize
 from latentfold.convert.errors import InputError
-from latentfold.convert.factorize import AttentionWeights, LatentAttention
-from latentfold.convert.layers import StreamedModel, attention_inputs
+from latentfold.convert.factorize import LatentAttention
+from latentfold.convert.layers import StreamedModel
 from latentfold.convert.method import LayerCalibration, convert_layer
-from latentfold.convert.plan import ConversionPlan, make_plan
+from latentfold.convert.plan import ConversionPlan, candidate_splits, make_plan
 from latentfold.convert.recipe import RECIPE, finished_recipe, starting_recipe
 from latentfold.convert.rope import fit_slots
 from latentfold.convert.source import Checkpoint, copy_legal_files, download, open_checkpoint, with_headers
 from latentfold.convert.stream import stream
+from latentfold.convert.survey import SizeEstimate, survey, usual_sizes
+from latentfold.convert.sweep import attention_weights, observe
 from latentfold.convert.targets import deepseek
 from latentfold.convert.verify import RELOAD_TOLERANCE, MemoryTarget, probe_record, reload_difference
 
@@ -48,14 +48,6 @@ class ConversionResult:
 
     path: Path
     recipe: dict[str, Any]
-
-
-class Observer(Protocol):
-    """Looks at one layer: fed every window's attention input x, residual stream and attention output, then finishes."""
-
-    def add(self, window: int, x: Tensor, stream: Tensor, output: Tensor) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 def convert_checkpoint(source: str, output: str, **options: Any) -> ConversionResult:
@@ -124,6 +116,17 @@ def dry_run(config: ConversionConfig) -> ConversionPlan:
     return make_plan(config, with_headers(checkpoint, config.token))
 
 
+def estimate_sizes(config: ConversionConfig) -> list[SizeEstimate]:
+    """What a range of sizes would cost, smallest cache first: a short pass over text, nothing written.
+
+    Raises:
+        InputError: see `prepare`.
+    """
+    plan, _, windows = prepare(config)
+    model = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
+    return survey(model, plan, windows, config, usual_sizes(plan.shape))
+
+
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """The checkpoint's tokenizer.
 
@@ -160,19 +163,26 @@ def load_generation_config(checkpoint: Checkpoint) -> Any | None:
 
 def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows: Windows) -> ConversionResult:
     """Do the work of a prepared conversion; continues an interrupted run of the same recipe."""
+    model = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
+    estimates: list[SizeEstimate] = []
+    if candidates := candidate_splits(config, plan.shape):
+        estimates = survey(model, plan, windows, config, candidates)
+        best = min(estimates, key=lambda size: size.expected_error)
+        divided = replace(config, kv_rank=best.kv_rank, rope_dim=best.rope_dim, cache_values=None, cache_ratio=None)
+        plan = make_plan(divided, plan.checkpoint)
     recipe = starting_recipe(config, plan, windows)
     key = recipe | {"source_files": plan.checkpoint.stamps()}
     writer = CheckpointWriter(config.output_path, plan.tensors, plan.shards, key, overwrite=config.overwrite)
     if writer.moving:
         writer.finish()
         return ConversionResult(config.output_path, json.loads((config.output_path / RECIPE).read_text("utf-8")))
-    model = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
     if not writer.done("ladder"):
         scores = score_ladders(model, plan, windows, config)
-        best = min(range(len(scores)), key=lambda i: scores[i])
-        writer.write("ladder", {}, {"chosen": best, "scores": scores})
+        writer.write("ladder", {}, {"chosen": scores.index(min(scores)), "scores": scores})
     choice = writer.records["ladder"]
     ladder = plan.ladders[choice["chosen"]]
+    if estimates:
+        writer.write("split", {}, [asdict(size) for size in estimates])
     if not writer.done("outer"):
         writer.write("outer", outer_tensors(plan))
     target = MemoryTarget(config, plan, ladder, writer)
@@ -193,53 +203,6 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
     replace_text(writer.folder / RECIPE, json.dumps(recipe, indent=2) + "\n")
     writer.finish()
     return ConversionResult(config.output_path, recipe)
-
-
-def observe(
-    model: StreamedModel,
-    tokens: Tensor,
-    visit: Callable[[int], Observer | None],
-    *,
-    description: str,
-    progress: bool,
-) -> None:
-    """Run windows through the source's layers; `visit(index)` gives each layer's observer, or None."""
-    streams: list[Tensor] = []
-    kwargs: list[dict[str, Any]] = []
-    for row in tokens:
-        hidden, kwargs = model.begin(row[None])
-        streams.append(hidden)
-    total = model.num_layers * tokens.numel()
-    with tqdm(total=total, desc=description, unit="tok", unit_scale=True, disable=not progress) as bar:
-        for index in range(model.num_layers):
-            bar.set_postfix_str(f"layer {index + 1}/{model.num_layers}")
-            with model.layer(index) as layer:
-                observer: Observer | None = visit(index)
-                for k, hidden in enumerate(streams):
-                    streams[k], x, output = attention_inputs(layer, hidden, kwargs[index])
-                    if observer is not None:
-                        observer.add(k, x[0], hidden[0], output[0])
-                    bar.update(tokens.shape[1])
-                if observer is not None:
-                    observer.finish()
-
-
-def attention_weights(model: StreamedModel, plan: ConversionPlan, index: int) -> AttentionWeights:
-    """One layer's projections, head by head, in float32."""
-    shape, family = plan.shape, plan.family
-    prefix = family.layer_prefix.format(layer=index)
-
-    def read(name: str) -> Tensor:
-        return plan.checkpoint.tensor(prefix + name).to(model.device, torch.float32)
-
-    heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    return AttentionWeights(
-        q=read(family.q.name).view(heads, size, -1),
-        k=read(family.k.name).view(kv_heads, size, -1),
-        v=read(family.v.name).view(kv_heads, size, -1),
-        o=read(family.o.name).view(-1, heads, size).transpose(0, 1).contiguous(),
-        scale=size**-0.5,
-    )
 
 
 def score_ladders(

@@ -16,7 +16,7 @@ from latentfold.convert.config import OUTPUT_DTYPES, ConversionConfig
 from latentfold.convert.errors import InputError
 from latentfold.convert.families import require_family
 from latentfold.convert.families.family import Family
-from latentfold.convert.inspection import propose_sizes
+from latentfold.convert.inspection import propose_sizes, splits
 from latentfold.convert.shapes import ModelShape, model_shape
 from latentfold.convert.source import Checkpoint
 from latentfold.convert.targets import deepseek
@@ -165,6 +165,26 @@ def check_sizes(shape: ModelShape, kv_rank: int, rope_dim: int) -> None:
         )
 
 
+def candidate_splits(config: ConversionConfig, shape: ModelShape) -> list[tuple[int, int]]:
+    """(kv_rank, rope_dim) to choose from where only their sum is given; otherwise none.
+
+    Raises:
+        InputError: no division of that many values makes sense.
+    """
+    values = config.cache_values
+    if config.cache_ratio is not None:
+        values = round(config.cache_ratio * shape.cache_values)
+    if values is None:
+        return []
+    found = splits(shape, values)
+    if not found or values >= shape.cache_values:
+        raise InputError(
+            f"{values} cached values: expected between {4 if shape.head_dim < 16 else shape.head_dim // 4} and "
+            f"{shape.cache_values - 1}; the source caches {shape.cache_values} per token and layer"
+        )
+    return found
+
+
 def check_tensors(checkpoint: Checkpoint, family: Family, shape: ModelShape, *, tied: bool) -> None:
     """Compare every tensor the family needs with the files' headers.
 
@@ -201,13 +221,16 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
     Raises:
         InputError: for anything that would fail or give a wrong model later.
     """
-    check_output(config, checkpoint)
+    if config.output is not None:
+        check_output(config, checkpoint)
     model = read_config(checkpoint)
     shape = model_shape(model)
     family = require_family(checkpoint.name, model, shape)
     proposal = propose_sizes(shape)
     kv_rank = config.kv_rank or proposal.kv_rank
     rope_dim = config.rope_dim or proposal.rope_dim
+    if candidates := candidate_splits(config, shape):
+        kv_rank, rope_dim = candidates[0]
     check_sizes(shape, kv_rank, rope_dim)
     tied = bool(model.tie_word_embeddings)
     if checkpoint.headers:

@@ -103,6 +103,7 @@ def finished_recipe(
                 for candidate, score in zip(plan.ladders, scores, strict=True)
             ],
         },
+        "split": writer.records.get("split"),
         "layers": [record["predicted_error"] for record in layers],
         "check": {"largest_layout_error": max(record["layout_error"] for record in layers)},
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from latentfold.convert.inspection import Inspection, Proposal
 from latentfold.convert.pipeline import ConversionResult
 from latentfold.convert.plan import ConversionPlan
+from latentfold.convert.survey import SizeEstimate
 
 
 def size(count: float) -> str:
@@ -66,6 +67,16 @@ def _proposal_rows(found: Inspection, proposal: Proposal) -> list[tuple[str, str
         ("  cache", f"{values} of {found.shape.cache_values} values ({1 - proposal.cached_share:.0%} less): {after}"),
         ("  kernels", ", ".join(proposal.kernels)),
     ]
+
+
+def estimates_table(estimates: list[SizeEstimate]) -> str:
+    """What `latentfold inspect --calibrate` adds."""
+    rows = [("--kv-rank --rope-dim", "cache    expected error of the attention output (0: none, 1: all of it)")]
+    for found in estimates:
+        note = "   hopeless: expect a broken model" if found.hopeless else ""
+        share = f"{found.cached_share:>5.0%}    {found.expected_error:.3f}"
+        rows.append((f"{found.kv_rank:>9} {found.rope_dim:>10}", share + note))
+    return _rows(rows)
 
 
 def plan_table(plan: ConversionPlan) -> str:

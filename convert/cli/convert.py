@@ -19,6 +19,13 @@ from latentfold.convert.cli.push import push
 )
 @click.option("--rope-dim", type=int, metavar="N", help="Rotated values cached per token and layer (even).")
 @click.option(
+    "--cache-values",
+    type=int,
+    metavar="N",
+    help="Cached values per token and layer; a short survey divides them into latent and rotated ones.",
+)
+@click.option("--cache-ratio", type=float, metavar="X", help="The same as a share of the source's: 0.33.")
+@click.option(
     "--calibration",
     multiple=True,
     metavar="FILE...",
@@ -62,6 +69,7 @@ def convert(
     \b
     latentfold convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-mla
     latentfold convert ./llama ./llama-mla --kv-rank 512 --rope-dim 64 --calibration my.txt
+    latentfold convert ./llama ./llama-mla --cache-ratio 0.25
     latentfold convert meta-llama/Llama-3.1-8B out --dry-run
     latentfold convert meta-llama/Llama-3.1-8B out --stream --push me/Llama-3.1-8B-MLA
     """

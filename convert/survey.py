@@ -1,0 +1,98 @@
+"""What sizes would cost: a few layers converted at each of several sizes, on a little text, nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from latentfold.convert.config import ConversionConfig
+from latentfold.convert.layers import StreamedModel
+from latentfold.convert.method import LayerCalibration, convert_layer
+from latentfold.convert.plan import ConversionPlan
+from latentfold.convert.shapes import ModelShape
+from latentfold.convert.sweep import attention_weights, observe
+from latentfold.convert.targets import deepseek
+
+if TYPE_CHECKING:
+    from latentfold.convert.corpus import Windows
+
+LAYERS = 5
+WINDOWS = 3
+"""Enough to rank sizes; a conversion itself uses every layer and all its windows."""
+CACHE_SHARES = (1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
+"""Shares of the source's cache that `inspect --calibrate` tries."""
+HOPELESS = 0.35
+"""Expected error beyond which a conversion is not worth its time: a third of what attention says is lost."""
+
+
+@dataclass(frozen=True)
+class SizeEstimate:
+    """What one size would cost.
+
+    Attributes:
+        kv_rank, rope_dim: the size.
+        cached_share: cached values relative to the source's.
+        expected_error: relative squared error of the attention output on text left out, mean over surveyed layers.
+        hopeless: it is beyond `HOPELESS`.
+    """
+
+    kv_rank: int
+    rope_dim: int
+    cached_share: float
+    expected_error: float
+    hopeless: bool
+
+
+def survey(
+    model: StreamedModel,
+    plan: ConversionPlan,
+    windows: Windows,
+    config: ConversionConfig,
+    sizes: Sequence[tuple[int, int]],
+) -> list[SizeEstimate]:
+    """Convert a few evenly spaced layers at each (kv_rank, rope_dim) and look at samples left out.
+
+    Every size uses its most literal ladder, the source's theta; the search of a conversion can only be better.
+    """
+    tokens = windows.tokens[:WINDOWS]
+    steps = min(LAYERS, model.num_layers)
+    chosen = {round((i + 0.5) * model.num_layers / steps - 0.5) for i in range(steps)}
+    ladders = [
+        deepseek.ladders(
+            plan.config.rope_parameters, plan.shape.head_dim, rope_dim, plan.config.max_position_embeddings
+        )[0].frequencies.to(model.device)
+        for _, rope_dim in sizes
+    ]
+    totals = [0.0] * len(sizes)
+
+    class LayerObserver(LayerCalibration):
+        def finish(self) -> None:
+            layer = self.result()
+            for i, ((kv_rank, _), slots) in enumerate(zip(sizes, ladders, strict=True)):
+                totals[i] += convert_layer(layer, slots, kv_rank).predicted_error["output"] / len(chosen)
+
+    def visit(index: int) -> LayerObserver | None:
+        if index not in chosen:
+            return None
+        return LayerObserver(
+            attention_weights(model, plan, index),
+            model.inverse_frequencies.to(model.device),
+            windows=len(tokens),
+            length=tokens.shape[1],
+            queries=config.queries,
+            seed=config.seed,
+        )
+
+    observe(model, tokens, visit, description="sizes", progress=config.progress)
+    return [
+        SizeEstimate(kv_rank, rope_dim, (kv_rank + rope_dim) / plan.shape.cache_values, error, error > HOPELESS)
+        for (kv_rank, rope_dim), error in zip(sizes, totals, strict=True)
+    ]
+
+
+def usual_sizes(shape: ModelShape) -> list[tuple[int, int]]:
+    """(kv_rank, rope_dim) for a range of caches, smallest first, each with half a head's size for rotation."""
+    rope_dim = max(2, shape.head_dim // 4 * 2)
+    ranks = [round(share * shape.cache_values) - rope_dim for share in CACHE_SHARES]
+    return [(rank, rope_dim) for rank in ranks if rope_dim // 2 <= rank <= shape.max_kv_rank]

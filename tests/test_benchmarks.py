@@ -1,0 +1,63 @@
+"""The benchmark's rows: the default is what `convert` writes, the baselines are exact where they can be."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmarks.quality import main
+from benchmarks.variants import BASELINES, VARIANTS
+from latentfold.convert import convert_checkpoint
+from latentfold.convert.factorize import latent_attention
+from latentfold.convert.method import LayerCalibration
+from latentfold.eval import evaluate
+from tests.conftest import MakeModel
+from tests.test_algebra import FREQUENCIES, TOKENS, attention, random_inputs, random_weights
+
+
+def test_default_row_is_what_convert_writes(
+    make_model: MakeModel, tmp_path: Path, options: dict[str, Any], text_file: Path
+) -> None:
+    source = str(make_model())
+    other = tmp_path / "other.txt"
+    other.write_text("Numbers: " + " ".join(str(i * i) for i in range(200)))
+    result = tmp_path / "result.json"
+    arguments = [source, "--sizes", "4+8", "--text", str(other), "--calibration", str(text_file), "--seq-len", "64"]
+    printed = CliRunner().invoke(main, [*arguments, "--json", str(result), "--ablate", "--baselines"])
+    assert printed.exit_code == 0, printed.output
+    rows = {row["method"]: row for row in json.loads(result.read_text())["rows"]}
+    assert set(rows) == set(VARIANTS) | set(BASELINES)
+    options["calibration_tokens"] = 28672
+    convert_checkpoint(source, str(tmp_path / "out"), kv_rank=8, rope_dim=4, **options)
+    found = evaluate(source, str(tmp_path / "out"), text=[str(other)], seq_len=64, windows=2, progress=False)
+    (text,) = rows["latentfold"]["texts"].values()
+    assert text["overall"]["gap"] == pytest.approx(found.overall.gap, abs=2e-4)
+    gaps = [next(iter(row["texts"].values()))["overall"]["gap"] for row in rows.values()]
+    assert all(math.isfinite(gap) for gap in gaps) and len({round(gap, 6) for gap in gaps}) > 10
+    assert rows["MHA2MLA, weights only (own words)"]["container"] == "simulated"
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_heads"), [("TransMLA (own words)", 1), *((name, 2) for name in BASELINES if "TransMLA" not in name)]
+)
+def test_baselines_are_exact_at_full_size(name: str, kv_heads: int) -> None:
+    """Every rotation kept and full rank: each is the identity where its slots can hold the model."""
+    w = random_weights(kv_heads)
+    calibration = LayerCalibration(w, FREQUENCIES, windows=6, length=TOKENS, queries=16, seed=0)
+    for seed in range(6):
+        x = random_inputs(100 + seed)
+        calibration.add(seed, x, x, attention(w, FREQUENCIES, x))
+    slots = FREQUENCIES.repeat_interleave(kv_heads)
+    layer, frequencies = BASELINES[name].convert(calibration.result(), slots, 16)
+    x = random_inputs()
+    expected = attention(w, FREQUENCIES, x)
+    assert (latent_attention(layer, frequencies, x) - expected).norm() <= 1e-6 * expected.norm()
+    smaller, frequencies = BASELINES[name].convert(calibration.result(), slots[: len(slots) // 2], 6)
+    assert (latent_attention(smaller, frequencies, x) - expected).norm() > 1e-3 * expected.norm()
+    assert torch.isfinite(smaller.o).all()
