@@ -32,7 +32,8 @@ from latentfold.convert.sweep import attention_weights, observe
 from latentfold.convert.targets import deepseek
 from latentfold.convert.verify import RELOAD_TOLERANCE, MemoryTarget, probe_record, reload_difference
 
-LADDER_WINDOWS = 2
+LADDER_TOKENS = 8192
+"""A few windows are enough to rank ladders."""
 LADDER_SWEEPS = 3
 """Alternations of `fit_slots` when ranking ladders; the chosen one is solved more closely."""
 
@@ -208,11 +209,8 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
 def score_ladders(
     model: StreamedModel, plan: ConversionPlan, windows: Windows, config: ConversionConfig
 ) -> list[float]:
-    """Expected relative error of the attention output from rotation, mean over layers, for each candidate ladder.
-
-    A few windows are enough to rank ladders.
-    """
-    tokens = windows.tokens[: max(LADDER_WINDOWS, len(windows.tokens) // 4)]
+    """Expected relative error of the attention output from rotation, mean over layers, for each candidate ladder."""
+    tokens = windows.tokens[: max(1, LADDER_TOKENS // windows.tokens.shape[1])]
     frequencies = [ladder.frequencies.to(model.device) for ladder in plan.ladders]
     totals = [0.0] * len(frequencies)
     shape = plan.shape
