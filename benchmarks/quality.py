@@ -76,12 +76,15 @@ def manual() -> Document:
     return Document("Python manual", "\n\n".join(topics[key] for key in sorted(topics)))
 
 
-def manual_blocks(tokenizer: object, vocab_size: int) -> tuple[Windows, Windows]:
-    """The manual in blocks of 512 tokens: even ones to calibrate on, odd ones to test."""
+def manual_blocks(tokenizer: object, vocab_size: int, calibrating: int) -> tuple[Windows, Windows]:
+    """The manual in blocks of 512 tokens: of the even ones as many to calibrate on, of the odd ones as many to test on,
+    evenly spread over it."""
     blocks = make_windows([manual()], tokenizer, length=BLOCK, count=1 << 30, purpose="manual", vocab_size=vocab_size)
-    even, odd = blocks.tokens[::2], blocks.tokens[1::2]
-    name = ("Python manual, even blocks",), ("Python manual, odd blocks",)
-    return Windows(even, name[0], blocks.sha256), Windows(odd, name[1], blocks.sha256)
+    parts = []
+    for name, rows in (("even", blocks.tokens[::2]), ("odd", blocks.tokens[1::2])):
+        chosen = torch.linspace(0, len(rows) - 1, min(calibrating, len(rows))).round().long()
+        parts.append(Windows(rows[chosen], (f"Python manual, {name} blocks",), blocks.sha256))
+    return parts[0], parts[1]
 
 
 @torch.no_grad()
@@ -217,7 +220,8 @@ def main(
         )
         plan, tokenizer, calibrating = prepare(config)
         if on_manual:
-            calibrating, testing = manual_blocks(tokenizer, plan.shape.vocab_size)
+            blocks = config.calibration_tokens // BLOCK
+            calibrating, testing = manual_blocks(tokenizer, plan.shape.vocab_size, blocks)
         source = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
         scores = score_ladders(source, plan, calibrating, config)
         best = min(range(len(scores)), key=lambda i: scores[i])
