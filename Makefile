@@ -1,16 +1,16 @@
 # make demo   convert a real small model and compare it with its original
 # make test   the tests (tiny models, a few minutes);  make test-slow adds those on the real model
 # make check  format, lint, types, tests
-# make bench  time and memory of the demo conversion
+# make bench  time and memory of the demo conversion;  make bench-quality the method without each ingredient, and baselines
 PYTHON ?= python
 MODELS ?= models
 WORKERS ?= 2
 
-.PHONY: demo test test-slow check bench
+.PHONY: demo test test-slow check bench bench-quality
 
 demo: $(MODELS)/smollm2-135m/config.json
 	latentfold convert $(MODELS)/smollm2-135m $(MODELS)/smollm2-135m-mla --kv-rank 96 --rope-dim 32 --overwrite
-	latentfold eval $(MODELS)/smollm2-135m $(MODELS)/smollm2-135m-mla --json $(MODELS)/smollm2-135m-mla.eval.json
+	latentfold eval $(MODELS)/smollm2-135m $(MODELS)/smollm2-135m-mla --html $(MODELS)/report.html
 
 $(MODELS)/smollm2-135m/config.json:
 	$(PYTHON) benchmarks/fetch_smollm2.py $(MODELS)/smollm2-135m
@@ -29,3 +29,6 @@ check:
 
 bench: $(MODELS)/smollm2-135m/config.json
 	$(PYTHON) benchmarks/convert_cost.py $(MODELS)/smollm2-135m
+
+bench-quality: $(MODELS)/smollm2-135m/config.json
+	$(PYTHON) -m benchmarks.quality $(MODELS)/smollm2-135m --ablate --baselines --json $(MODELS)/quality.json

@@ -20,6 +20,7 @@ import resource
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -27,14 +28,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.variants import BASELINES, VARIANTS, Variant
-from latentfold.convert.cli.options import FilesCommand, quiet_libraries, user_errors
+from latentfold.convert.cli.options import FilesCommand, check_writable, quiet_libraries, user_errors
 from latentfold.convert.config import ConversionConfig
 from latentfold.convert.corpus import Document, Windows, make_windows
+from latentfold.convert.errors import InputError
 from latentfold.convert.factorize import LatentAttention, head_outputs
 from latentfold.convert.layers import StreamedModel, attention_inputs
 from latentfold.convert.method import LayerCalibration
 from latentfold.convert.pipeline import prepare, score_ladders
 from latentfold.convert.plan import ConversionPlan
+from latentfold.convert.source import public_name
 from latentfold.convert.sweep import attention_weights
 from latentfold.eval.comparison import NOVEL_FRONT_MATTER, bundled_novel
 from latentfold.eval.predictions import agreement, nll, position_buckets, score_tokens
@@ -50,9 +53,10 @@ class Row:
     """One variant at one size, on its way through the layers."""
 
     variant: Variant
+    size: str
     kv_rank: int
     slots: Tensor
-    streams: list[Tensor]
+    streams: list[Tensor] = field(default_factory=list)
     seconds: float = 0.0
     predicted: list[float] = field(default_factory=list)
 
@@ -129,9 +133,7 @@ def sweep(
     return streams[1]
 
 
-def result(
-    row: Row, size: str, counts: dict[str, int], tokens: Tensor, last: list[Tensor], model: StreamedModel
-) -> dict:
+def result(row: Row, counts: dict[str, int], tokens: Tensor, last: list[Tensor], model: StreamedModel) -> dict:
     """A row as data: each text's NLL gap by position, KL and top-1 agreement."""
     with model.head() as head:
         scores = score_tokens(tokens, last, row.streams, head, head)
@@ -139,7 +141,7 @@ def result(
     length = tokens.shape[1] - 1
     return {
         "method": row.variant.name,
-        "size": size,
+        "size": row.size,
         "container": "stock" if row.variant.portable else "simulated",
         "factorization_seconds": round(row.seconds, 1),
         "texts": {
@@ -182,8 +184,72 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def measure(
+    model: str,
+    sizes: list[tuple[int, int]],
+    variants: list[Variant],
+    *,
+    text: tuple[str, ...],
+    calibration: tuple[str, ...],
+    on_manual: bool,
+    seq_len: int,
+    windows: int,
+) -> dict:
+    """All rows of one model."""
+    started = time.perf_counter()
+    rows: list[Row] = []
+    for rope_dim, kv_rank in sizes:
+        config = ConversionConfig(
+            model, None, rope_dim=rope_dim, kv_rank=kv_rank, calibration=calibration, seq_len=seq_len
+        )
+        plan, tokenizer, calibrating = prepare(config)
+        if on_manual:
+            blocks = config.calibration_tokens // BLOCK
+            calibrating, testing = manual_blocks(tokenizer, plan.shape.vocab_size, blocks)
+        source = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
+        scores = score_ladders(source, plan, calibrating, config)
+        found = plan.ladders[scores.index(min(scores))]
+        for variant in variants:
+            ladder = found if variant.searches_ladder else plan.ladders[0]
+            rows.append(Row(variant, f"{rope_dim}+{kv_rank}", kv_rank, ladder.frequencies.to(source.device)))
+    if on_manual:
+        parts = {"manual, odd blocks": testing.tokens}
+    else:
+        parts = {
+            document.name: make_windows(
+                [document],
+                tokenizer,
+                length=seq_len,
+                count=windows,
+                purpose="evaluation",
+                vocab_size=plan.shape.vocab_size,
+                skip=0 if text else NOVEL_FRONT_MATTER,
+            ).tokens
+            for document in (open_texts(text) if text else [bundled_novel(), manual()])
+        }
+    tokens = torch.cat(list(parts.values()))
+    last = sweep(source, plan, config, calibrating.tokens, tokens, rows)
+    counts = {name: len(part) for name, part in parts.items()}
+    return {
+        "model": public_name(model),
+        "calibration": {"texts": [*map(public_name, calibrating.sources)], "windows": [*calibrating.tokens.shape]},
+        "rows": [result(row, counts, tokens, last, source) for row in rows],
+        "seconds": round(time.perf_counter() - started, 1),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "provenance": provenance(command=None, dtype="float32", device=config.torch_device, seed=config.seed),
+    }
+
+
+def parse_sizes(text: str) -> list[tuple[int, int]]:
+    """`32+96,32+160` -> [(32, 96), (32, 160)], rope-dim and kv-rank."""
+    try:
+        return [(int(rope), int(rank)) for rope, rank in (size.split("+") for size in text.split(","))]
+    except ValueError as error:
+        raise InputError(f"--sizes {text}: expected rope-dim + kv-rank, such as 32+96,32+160") from error
+
+
 @click.command(cls=FilesCommand)
-@click.argument("model")
+@click.argument("models", nargs=-1, required=True)
 @click.option("--sizes", default="32+96,32+160", show_default=True, help="rope-dim + kv-rank, with commas between.")
 @click.option("--text", multiple=True, metavar="FILE...", help="To evaluate on; default: a novel, the manual.")
 @click.option("--calibration", multiple=True, metavar="FILE...", help="Texts to calibrate on; default: bundled.")
@@ -195,71 +261,21 @@ def table(results: list[dict]) -> str:
 @click.option("--json", "json_file", metavar="FILE", help="Write everything to FILE.")
 @user_errors
 def main(
-    model: str,
-    sizes: str,
-    text: tuple[str, ...],
-    calibration: tuple[str, ...],
-    on_manual: bool,
-    seq_len: int,
-    windows: int,
-    ablate: bool,
-    baselines: bool,
-    json_file: str | None,
+    models: tuple[str, ...], sizes: str, ablate: bool, baselines: bool, json_file: str | None, **options: Any
 ) -> None:
-    """Run the benchmark on MODEL, a folder or a Hub id."""
+    """Run the benchmark on MODELS, folders or Hub ids."""
     quiet_libraries()
-    started = time.perf_counter()
+    if json_file:
+        check_writable("--json", json_file)
+    chosen = parse_sizes(sizes)
     variants = list(VARIANTS.values()) if ablate else [VARIANTS["latentfold"]]
     variants += BASELINES.values() if baselines else ()
-    rows: list[Row] = []
-    names: list[str] = []
-    for size in sizes.split(","):
-        rope_dim, kv_rank = (int(part) for part in size.split("+"))
-        config = ConversionConfig(
-            model, None, rope_dim=rope_dim, kv_rank=kv_rank, calibration=calibration, seq_len=seq_len
-        )
-        plan, tokenizer, calibrating = prepare(config)
-        if on_manual:
-            blocks = config.calibration_tokens // BLOCK
-            calibrating, testing = manual_blocks(tokenizer, plan.shape.vocab_size, blocks)
-        source = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
-        scores = score_ladders(source, plan, calibrating, config)
-        best = min(range(len(scores)), key=lambda i: scores[i])
-        for variant in variants:
-            ladder = plan.ladders[best if variant.searches_ladder else 0]
-            rows.append(Row(variant, kv_rank, ladder.frequencies.to(source.device), []))
-            names.append(size)
-    if on_manual:
-        parts = {"manual, odd blocks": testing.tokens}
-    else:
-        documents = open_texts(text) if text else [bundled_novel(), manual()]
-        parts = {
-            document.name: make_windows(
-                [document],
-                tokenizer,
-                length=seq_len,
-                count=windows,
-                purpose="evaluation",
-                vocab_size=plan.shape.vocab_size,
-                skip=0 if text else NOVEL_FRONT_MATTER,
-            ).tokens
-            for document in documents
-        }
-    tokens = torch.cat(list(parts.values()))
-    last = sweep(source, plan, config, calibrating.tokens, tokens, rows)
-    counts = {name: len(part) for name, part in parts.items()}
-    results = [result(row, size, counts, tokens, last, source) for row, size in zip(rows, names, strict=True)]
-    data = {
-        "model": model,
-        "calibration": {"texts": calibrating.sources, "windows": list(calibrating.tokens.shape)},
-        "rows": results,
-        "seconds": round(time.perf_counter() - started, 1),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "provenance": provenance(command=None, dtype="float32", device=config.torch_device, seed=config.seed),
-    }
-    if json_file:
-        Path(json_file).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    click.echo(table(results))
+    found = []
+    for model in models:
+        found.append(measure(model, chosen, variants, **options))
+        if json_file:
+            Path(json_file).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        click.echo(f"{found[-1]['model']}\n\n{table(found[-1]['rows'])}\n")
 
 
 if __name__ == "__main__":

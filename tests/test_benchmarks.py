@@ -31,7 +31,7 @@ def test_default_row_is_what_convert_writes(
     arguments = [source, "--sizes", "4+8", "--text", str(other), "--calibration", str(text_file), "--seq-len", "64"]
     printed = CliRunner().invoke(main, [*arguments, "--json", str(result), "--ablate", "--baselines"])
     assert printed.exit_code == 0, printed.output
-    rows = {row["method"]: row for row in json.loads(result.read_text())["rows"]}
+    rows = {row["method"]: row for row in json.loads(result.read_text())[0]["rows"]}
     assert set(rows) == set(VARIANTS) | set(BASELINES)
     options["calibration_tokens"] = 28672
     convert_checkpoint(source, str(tmp_path / "out"), kv_rank=8, rope_dim=4, **options)
