@@ -134,8 +134,9 @@ def make_windows(
     available = [len(s) // body for s in streams]
     if sum(available) == 0:
         found = max((len(s) for s in streams), default=0)
+        skipped = f" after the {skip} skipped" if skip else ""
         raise InputError(
-            f"{purpose} text is too short: expected at least {body} tokens in one file, found {found}; "
+            f"{purpose} text is too short: expected at least {body} tokens in one file, found {found}{skipped}; "
             "give more text or a smaller --seq-len"
         )
     rows: list[Tensor] = []

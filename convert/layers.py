@@ -6,7 +6,7 @@ transformers' own: a dry forward pass with the layers replaced by recorders show
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from latentfold.convert.errors import InputError
+from latentfold.convert.source import TensorHeader
 
 
 class TensorReader(Protocol):
@@ -128,6 +129,20 @@ class StreamedModel:
     def inverse_frequencies(self) -> Tensor:
         """(n,) the model's own inverse frequencies, any scaling included, in float64."""
         return self.decoder.rotary_emb.inv_freq.to("cpu", torch.float64)
+
+    def check_headers(self, headers: Mapping[str, TensorHeader]) -> None:
+        """Compare the tensors that will be read with the files' headers, before the first is.
+
+        Raises:
+            InputError: one is missing or has another shape.
+        """
+        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        for name, meta in self.model.state_dict().items():
+            found = list(headers[name].shape) if name in headers else "nothing"
+            if name not in tied and found != list(meta.shape):
+                raise InputError(
+                    f"tensor {name}: expected shape {list(meta.shape)}, as config.json says, found {found}"
+                )
 
     def _load(self, module: nn.Module, prefix: str) -> None:
         state = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from latentfold.convert.checkpoint import PARTIAL, CheckpointWriter
+from latentfold.convert.checkpoint import PARTIAL, CheckpointWriter, sha256
 from latentfold.convert.config import ConversionConfig
 from latentfold.convert.corpus import Windows
 from latentfold.convert.errors import InputError
@@ -26,6 +26,12 @@ RECIPE = "latentfold.json"
 def fingerprint(recipe: dict[str, Any]) -> str:
     """SHA-256 over the names and hashes of the checkpoint's files: which conversion an evaluation speaks of."""
     return hashlib.sha256(json.dumps(recipe["files"], sort_keys=True).encode()).hexdigest()
+
+
+def fingerprint_now(folder: Path, recipe: dict[str, Any]) -> str:
+    """`fingerprint` of the files as they are: another one where they were changed after the conversion."""
+    names = [name for name in recipe["files"] if (folder / name).is_file()]
+    return fingerprint({"files": {name: sha256(folder / name) for name in names}})
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
@@ -44,6 +50,8 @@ def read_recipe(folder: Path) -> dict[str, Any]:
     missing = [key for key in ("source", "options", "calibration", "check", "files") if key not in recipe]
     if missing:
         raise InputError(f"{folder / RECIPE}: has no {', '.join(missing)}; convert again")
+    if not all(isinstance(recipe[key], dict) for key in ("source", "options", "calibration", "check", "files")):
+        raise InputError(f"{folder / RECIPE}: not the record of a conversion; convert again")
     return recipe
 
 

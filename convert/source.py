@@ -175,8 +175,10 @@ def is_local(name: str) -> bool:
 
 
 def public_name(name: str) -> str:
-    """What a record that may be published calls a model or a file: an absolute path by its last part alone."""
-    return Path(name).name if os.path.isabs(name) else name
+    """What a record that may be published calls a model, a file or a data set: an absolute path by its last part."""
+    scheme = "hf:" if name.startswith("hf:") else ""
+    path = name.removeprefix(scheme)
+    return scheme + (Path(path).name if os.path.isabs(path) else path)
 
 
 def open_checkpoint(
@@ -188,7 +190,7 @@ def open_checkpoint(
     stored token are honoured by huggingface_hub itself.
 
     Raises:
-        InputError: no such folder or repository, no access, or no usable config.json.
+        InputError: no such folder or repository, no access, no usable config.json, or a revision of a folder.
     """
     name = os.fspath(name)
     if is_local(name):
@@ -197,6 +199,8 @@ def open_checkpoint(
             raise InputError(f"{name}: no such folder, and not a Hub id of the form org/model")
         if not (folder / "config.json").is_file():
             raise InputError(f"{name}: no config.json; expected the folder of a transformers checkpoint")
+        if revision is not None:
+            raise InputError(f"--revision {revision}: {name} is a folder on this disk; expected a Hub id")
         return Checkpoint(folder, name, None, read_json(folder / "config.json"))
     config = fetch(name, ["config.json"], revision, token) / "config.json"
     if not config.is_file():

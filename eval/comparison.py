@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import resources
@@ -18,18 +18,18 @@ from tqdm import tqdm
 
 from latentfold.convert.checkpoint import replace_text
 from latentfold.convert.config import DEFAULT_WINDOW, resolve_device
-from latentfold.convert.corpus import Document, Windows, make_windows, tokenize
+from latentfold.convert.corpus import Document, Windows, leading_tokens, make_windows, tokenize
 from latentfold.convert.errors import InputError
 from latentfold.convert.layers import StreamedModel, attention_inputs, watched_heads
 from latentfold.convert.pipeline import load_tokenizer
 from latentfold.convert.plan import read_config
-from latentfold.convert.recipe import RECIPE, fingerprint
+from latentfold.convert.recipe import RECIPE, fingerprint_now, read_recipe
 from latentfold.convert.shapes import model_shape
-from latentfold.convert.source import Checkpoint, download, open_checkpoint, public_name, read_json
+from latentfold.convert.source import Checkpoint, download, open_checkpoint, public_name
 from latentfold.convert.stream import stream as streamed
 from latentfold.eval.attention import AttentionErrors
 from latentfold.eval.cache import cache_by_context, cache_size
-from latentfold.eval.continuations import PROMPTS
+from latentfold.eval.continuations import PROMPTS, check_prompts
 from latentfold.eval.continuations import continuations as continue_prompts
 from latentfold.eval.predictions import (
     TokenScores,
@@ -49,6 +49,10 @@ from latentfold.eval.texts import open_texts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHORTEST_CONTEXT = 512
+EMBEDDINGS_COMPARED = 4096
+"""Rows of the embedding that tell a conversion's original from another model."""
+EMBEDDING_TOLERANCE = 0.02
+"""Relative; rounding to bfloat16 makes 0.002."""
 NOVEL = "Persuasion (1817), bundled"
 NOVEL_FRONT_MATTER = 1000
 """Tokens of the bundled novel that are passed over: title, contents, first page."""
@@ -103,8 +107,10 @@ def evaluate(
         progress: show progress on stderr.
 
     Raises:
-        InputError: a model or text is missing, too short, the two models do not share a vocabulary, or something
-            asked for needs an extra that is not installed.
+        InputError: a model or text is missing, too short or given twice, the two models do not share a vocabulary,
+            `converted` was made from another model, options contradict each other, or something asked for needs an
+            extra that is not installed. All that before the first layer runs; afterwards only that a model gives
+            infinite or undefined values.
     """
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: expected {', '.join(DTYPES)}")
@@ -119,19 +125,34 @@ def evaluate(
         "--limit": [] if limit is None else [limit],
     }
     for option, given in counts.items():
-        if min(given, default=1) < 1:
-            raise InputError(f"{option} {min(given)}: expected at least 1")
-    if not all(prompt.strip() for prompt in prompts):
-        raise InputError("--prompt: expected some text to continue, found none")
+        for count in given:
+            if not 1 <= count < 2**31:
+                raise InputError(f"{option} {count}: expected {'at least 1' if count < 1 else 'less than 2^31'}")
+    if not 0 <= seed < 2**32:
+        raise InputError(f"--seed {seed}: expected 0 to 2^32 - 1")
+    idle = {
+        "--prompt is for --continuations": prompts and not continuations,
+        "--contexts is for --speed": contexts and not speed,
+        "--batches is for --speed": tuple(batches) != (1,) and not speed,
+        "--include-path is for --tasks": include_path and not tasks,
+        "--limit is for --tasks": limit is not None and not tasks,
+        "--batch-size is for --tasks": batch_size != 1 and not tasks,
+    }
+    for message, ignored in idle.items():
+        if ignored:
+            raise InputError(message)
     torch_device, compute = resolve_device(device), DTYPES[dtype]
     if tasks:
         check_tasks(tasks, include_path)
     documents = open_texts(text, token=token) if text else [bundled_novel()]
+    if twice := [name for name, count in Counter(document.text for document in documents).items() if count > 1]:
+        names = [document.name for document in documents if document.text in twice]
+        raise InputError(f"--text {', '.join(names)}: the same text, which would count twice; expected each once")
     skip = skip if skip is not None else (0 if text else NOVEL_FRONT_MATTER)
     if stream and (continuations or speed or tasks):
         raise InputError("--stream: continuations, speed and tasks need the whole original; leave it out")
-    a = _open(original, revision, token, stream)
-    b = _open(converted, None, token)
+    a = open_checkpoint(original, revision=revision, token=token)
+    b = open_checkpoint(converted, token=token)
     configs = [read_config(checkpoint) for checkpoint in (a, b)]
     limits = [getattr(config.get_text_config(), "max_position_embeddings", DEFAULT_WINDOW) for config in configs]
     for option, length in (("--seq-len", seq_len), ("--contexts", max(contexts, default=None))):
@@ -139,12 +160,21 @@ def evaluate(
             name = (a, b)[limits.index(min(limits))].name
             raise InputError(f"{option} {length}: {name} takes at most {min(limits)} positions")
     length = seq_len or min(DEFAULT_WINDOW, *limits)
+    a, b = (download(checkpoint, token=token, weights=False) for checkpoint in (a, b))
     windowed = _windows(a, b, documents, length, windows, skip)
-    models = [
-        StreamedModel(checkpoint, config, compute, torch_device)
-        for checkpoint, config in zip((a, b), configs, strict=True)
-    ]
-    recipe = _recipe(b, models[1].num_layers)
+    prompts = prompts or PROMPTS
+    if continuations:
+        check_prompts(a, b, prompts)
+    if (a.folder / RECIPE).is_file():
+        raise InputError(f"{a.name}: is itself a conversion; expected the model that {b.name} was made from")
+    recipe = _recipe(b)
+    a, b = _with_weights(a, token, stream), _with_weights(b, token)
+    models = []
+    for checkpoint, config in zip((a, b), configs, strict=True):
+        models.append(StreamedModel(checkpoint, config, compute, torch_device))
+        models[-1].check_headers(checkpoint.headers)
+    if recipe:
+        _check_original(a, b, recipe)
     scores, layers = _sweep(models[0], models[1], torch.cat([w.tokens for w in windowed]), recipe, progress)
     parts = scores.split([len(w.tokens) for w in windowed])
     texts = tuple(
@@ -156,11 +186,11 @@ def evaluate(
         caches.append(cache_size(stored, model_shape(model.config), windowed[0].tokens[:1]))
     record = provenance(command=command, dtype=dtype, device=torch_device, seed=seed) | {
         "revisions": {"original": a.revision, "converted": b.revision},
-        "fingerprint": fingerprint(recipe) if recipe else None,
+        "fingerprint": fingerprint_now(b.folder, recipe) if recipe else None,
     }
     written = timed = scored = None
     if continuations:
-        written = continue_prompts(a, b, prompts or PROMPTS, dtype=compute, device=torch_device)
+        written = continue_prompts(a, b, prompts, dtype=compute, device=torch_device)
     if speed:
         timed = measure_speed(
             a,
@@ -228,7 +258,7 @@ def _text_result(name: str, windows: Windows, scores: TokenScores, skip: int) ->
 
 def save(evaluation: Evaluation, folder: Path) -> Path | None:
     """Leave an evaluation in the folder of the conversion it speaks of, for its card; None where there is none."""
-    if not (folder / RECIPE).is_file() or not os.access(folder, os.W_OK):
+    if not (folder / RECIPE).is_file():
         return None
     path = folder / EVALUATION
     replace_text(path, json.dumps(evaluation.to_dict(), indent=2) + "\n")
@@ -241,11 +271,10 @@ def bundled_novel() -> Document:
     return Document(NOVEL, path.read_text(encoding="utf-8"))
 
 
-def _open(name: str, revision: str | None, token: str | None, stream: bool = False) -> Checkpoint:
-    checkpoint = open_checkpoint(name, revision=revision, token=token)
-    checkpoint = download(checkpoint, token=token, weights=not stream)
+def _with_weights(checkpoint: Checkpoint, token: str | None, stream: bool = False) -> Checkpoint:
     if stream:
         return streamed(checkpoint, token)
+    checkpoint = download(checkpoint, token=token)
     checkpoint.read_headers()
     return checkpoint
 
@@ -258,8 +287,10 @@ def _windows(
     if sizes[0] != sizes[1]:
         raise InputError(f"{a.name} has {sizes[0]} tokens, {b.name} {sizes[1]}; expected models with one vocabulary")
     tokenizer, other = load_tokenizer(a), load_tokenizer(b)
-    sample = documents[0].text[:2000]
-    if not torch.equal(tokenize(tokenizer, sample), tokenize(other, sample)):
+    samples = "".join(document.text[:2000] for document in documents)
+    if leading_tokens(tokenizer) != leading_tokens(other) or not torch.equal(
+        tokenize(tokenizer, samples), tokenize(other, samples)
+    ):
         raise InputError(f"{a.name} and {b.name} tokenize the text differently; expected models with one tokenizer")
     return [
         make_windows(
@@ -275,7 +306,7 @@ def _windows(
     ]
 
 
-def _recipe(checkpoint: Checkpoint, num_layers: int) -> dict[str, Any] | None:
+def _recipe(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """What the conversion recorded, or None for a checkpoint without a record.
 
     Raises:
@@ -284,11 +315,30 @@ def _recipe(checkpoint: Checkpoint, num_layers: int) -> dict[str, Any] | None:
     path = checkpoint.folder / RECIPE
     if not path.is_file():
         return None
-    recipe = read_json(path)
+    recipe = read_recipe(checkpoint.folder)
     scale, layers = recipe.get("residual_scale"), recipe.get("layers")
-    if not isinstance(scale, (int, float)) or not isinstance(layers, list) or len(layers) != num_layers:
+    errors = [layer.get("output") if isinstance(layer, dict) else None for layer in layers or ()]
+    complete = all(isinstance(number, (int, float)) for number in [scale, *errors])
+    if not complete or len(errors) != checkpoint.config.get("num_hidden_layers"):
         raise InputError(f"{path}: not the record of this conversion; convert again")
     return recipe
+
+
+def _check_original(a: Checkpoint, b: Checkpoint, recipe: dict[str, Any]) -> None:
+    """Refuse a model that `b` was not converted from: a card would call the difference the conversion's cost.
+
+    A conversion leaves the embedding as it is, but for the residual scale and rounding.
+
+    Raises:
+        InputError: the embeddings differ.
+    """
+    expected, found = (c.tensor("model.embed_tokens.weight")[:EMBEDDINGS_COMPARED].double() for c in (a, b))
+    expected *= recipe["residual_scale"]
+    if expected.shape != found.shape or not (found - expected).norm() <= EMBEDDING_TOLERANCE * expected.norm():
+        raise InputError(
+            f"{a.name}: not the model that {b.name} was made from (their embeddings differ); "
+            f"expected {recipe['source'].get('name')}"
+        )
 
 
 def _layer(model: StreamedModel, index: int) -> AbstractContextManager[Any]:
@@ -300,7 +350,11 @@ def _layer(model: StreamedModel, index: int) -> AbstractContextManager[Any]:
 def _sweep(
     a: StreamedModel, b: StreamedModel, tokens: Tensor, recipe: dict[str, Any] | None, progress: bool
 ) -> tuple[TokenScores, tuple[LayerError, ...] | None]:
-    """Both models, layer by layer over all windows; then all predictions, a few logits at a time."""
+    """Both models, layer by layer over all windows; then all predictions, a few logits at a time.
+
+    Raises:
+        InputError: a model gives infinite or undefined values.
+    """
     streams = []
     kwargs = []
     for model in (a, b):
@@ -329,6 +383,12 @@ def _sweep(
                         errors.add(other.self_attn, x, kwargs[1][index], heads[0], output)
                     if other is not None:
                         streams[1][k] = other(streams[1][k], **kwargs[1][index])
+                    for name, stream in (("original", streams[0]), ("converted model", streams[1])):
+                        if not stream[k].isfinite().all():
+                            raise InputError(
+                                f"layer {index} of the {name} gives infinite or undefined values in {a.dtype}; "
+                                "expected finite ones: try --dtype float32"
+                            )
                     bar.update(tokens.shape[1] * ((one is not None) + (other is not None)))
             if errors is not None and recipe is not None:
                 layers.append(errors.result(index, math.sqrt(recipe["layers"][index]["output"])))

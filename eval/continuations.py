@@ -15,6 +15,7 @@ from latentfold.convert.source import Checkpoint
 from latentfold.eval.models import loaded, max_positions
 from latentfold.eval.records import Continuation
 
+NEW_TOKENS = 48
 PROMPTS = (
     "The old lighthouse keeper had not spoken to anyone for eleven days when, one morning, he saw",
     "The capital of France is Paris. The capital of Japan is Tokyo. The capital of Italy is",
@@ -29,7 +30,7 @@ def continuations(
     converted: Checkpoint,
     prompts: Sequence[str] = PROMPTS,
     *,
-    new_tokens: int = 48,
+    new_tokens: int = NEW_TOKENS,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Continuation, ...]:
@@ -44,11 +45,10 @@ def continuations(
     """
     if new_tokens < 1:
         raise InputError(f"{new_tokens} tokens of continuation: expected at least 1")
-    models = [(checkpoint, load_tokenizer(checkpoint)) for checkpoint in (original, converted)]
-    room = [_room(checkpoint, tokenizer, prompts, new_tokens) for checkpoint, tokenizer in models]
-    counts = [min(both) for both in zip(*room, strict=True)]
+    counts = check_prompts(original, converted, prompts, new_tokens=new_tokens)
     written = []
-    for checkpoint, tokenizer in models:
+    for checkpoint in (original, converted):
+        tokenizer = load_tokenizer(checkpoint)
         with loaded(checkpoint, dtype, device) as model:
             written.append(
                 [_continue(model, tokenizer, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
@@ -59,14 +59,28 @@ def continuations(
     )
 
 
-def _room(checkpoint: Checkpoint, tokenizer: Any, prompts: Sequence[str], new_tokens: int) -> list[int]:
-    """How many of `new_tokens` each prompt leaves positions for."""
+def check_prompts(
+    original: Checkpoint, converted: Checkpoint, prompts: Sequence[str], *, new_tokens: int = NEW_TOKENS
+) -> list[int]:
+    """How many of `new_tokens` each prompt leaves positions for in both models; needs their tokenizers alone.
+
+    Raises:
+        InputError: a prompt is empty, is no Unicode text, or leaves no position to continue in.
+    """
+    room = [_room(checkpoint, prompts, new_tokens) for checkpoint in (original, converted)]
+    return [min(both) for both in zip(*room, strict=True)]
+
+
+def _room(checkpoint: Checkpoint, prompts: Sequence[str], new_tokens: int) -> list[int]:
     limit = max_positions(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
     counts = []
     for prompt in prompts:
+        if not prompt.strip() or any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise InputError(f"prompt {prompt[:32]!r}: expected some text to continue, in UTF-8")
         length = len(tokenizer(prompt)["input_ids"])
-        if not prompt.strip() or not length:
-            raise InputError(f"prompt {prompt!r}: expected some text to continue")
+        if not length:
+            raise InputError(f"prompt {prompt[:32]!r}: expected some text to continue")
         if limit is not None and length >= limit:
             raise InputError(
                 f"prompt {prompt[:32]!r}...: {length} tokens, and {checkpoint.name} takes at most {limit} positions; "

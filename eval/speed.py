@@ -102,8 +102,8 @@ def _repeat(
         return None
     context, batch = point
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(model.config.vocab_size, (batch, context + decode_tokens), generator=generator)
     try:
+        tokens = torch.randint(model.config.vocab_size, (batch, context + decode_tokens), generator=generator)
         tokens = tokens.to(model.device)
         _run(model, tokens, context)
         return [*runs, _run(model, tokens, context)]

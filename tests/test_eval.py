@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from latentfold.convert import convert_checkpoint
 from latentfold.convert.cli import main
 from latentfold.convert.corpus import read_documents, tokenize
 from latentfold.convert.errors import InputError
-from latentfold.convert.recipe import fingerprint
-from latentfold.eval import evaluate
+from latentfold.convert.recipe import fingerprint, read_recipe
+from latentfold.eval import comparison, evaluate
 from latentfold.eval.comparison import bundled_novel
 from latentfold.eval.predictions import TokenScores, agreement, curve, position_buckets, standard_error
 from latentfold.eval.records import EVALUATION, read_evaluation
@@ -144,6 +150,147 @@ def test_result_stays_beside_the_checkpoint(pair: tuple[Path, Path], text_file: 
     (pair[1] / EVALUATION).write_text(json.dumps(damaged | {"schema": 0}))
     with pytest.raises(InputError, match="expected an evaluation of schema 1, found 0"):
         read_evaluation(pair[1] / EVALUATION)
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "limit without tasks": (["--limit", "3"], "--limit is for --tasks"),
+    "batch size without tasks": (["--batch-size", "3"], "--batch-size is for --tasks"),
+    "task folder without tasks": (["--include-path", "."], "--include-path is for --tasks"),
+    "contexts without speed": (["--contexts", "32"], "--contexts is for --speed"),
+    "batches without speed": (["--batches", "4"], "--batches is for --speed"),
+    "no tasks": (["--tasks", ","], "--tasks.*expected values with commas"),
+    "no batches": (["--speed", "--batches", ""], "--batches.*expected values with commas"),
+    "endless batch": (["--speed", "--batches", "9" * 20], "less than 2\\^31"),
+    "long prompt": (["--prompt", "x" * 300], "300 tokens, and .* at most 256 positions"),
+    "prompt of broken bytes": (["--prompt", "\udcff"], "expected some text to continue, in UTF-8"),
+    "seed": (["--seed", "-1"], "--seed -1: expected 0 to"),
+    "large seed": (["--seed", str(2**32)], "--seed 4294967296: expected 0 to"),
+    "skip": (["--skip", "9999"], "found 0 after the 9999 skipped"),
+    "a text twice": (["--text", "again.txt"], "the same text, which would count twice"),
+    "revision of a folder": (["--revision", "main"], "--revision main: .* is a folder on this disk"),
+    "page to stdout": (["--html", "-"], "--html -: cannot go to stdout"),
+    "two results in one file": (["--html", "one", "--json", "./one"], "expected two files"),
+    "results, but no text": (["--html", "a", "--json", "b", "--text", "gone.txt"], "gone.txt: cannot be read"),
+}
+
+
+def test_refusals_come_before_the_work_and_leave_nothing(
+    pair: tuple[Path, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "_sweep", lambda *_: pytest.fail("swept"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "again.txt").write_bytes(text_file.read_bytes())
+    before = sorted(tmp_path.rglob("*"))
+    command = ["eval", *map(str, pair), "--text", str(text_file), "--seq-len", "64", "--quiet"]
+    for case, (options, message) in REFUSED.items():
+        result = CliRunner().invoke(main, [*command, *options])
+        assert result.exit_code == 2 and isinstance(result.exception, SystemExit), case
+        assert re.search(message, result.stderr), f"{case}: {result.stderr}"
+        assert sorted(tmp_path.rglob("*")) == before, case
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], Any], file: str = "latentfold.json") -> None:
+    data = json.loads((folder / file).read_text())
+    change(data)
+    (folder / file).write_text(json.dumps(data))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def other_bytes(folder: Path) -> None:
+    """Two letters that only the second text uses change their tokens."""
+    edit(folder, lambda data: data["model"]["vocab"].update({"Ã": 3, "!": 258}), "tokenizer.json")
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "unfinished": (lambda out: (out / ".latentfold-partial").mkdir(), "an unfinished conversion"),
+    "record without files": (lambda out: edit(out, lambda recipe: recipe.pop("files")), "has no files"),
+    "files as a list": (lambda out: edit(out, lambda recipe: recipe.update(files=[])), "not the record"),
+    "layers of nothing": (lambda out: edit(out, lambda recipe: recipe.update(layers=[{}, {}])), "not the record"),
+    "no place for the result": (lambda out: (out / EVALUATION).mkdir(), "evaluation.json: is a folder"),
+    "tensor missing": (lambda out: edit_weights(out, lambda tensors: tensors.pop(UP)), f"{UP}: .*found nothing"),
+    "tensor cut": (
+        lambda out: edit_weights(out, lambda tensors: tensors.update({UP: tensors[UP][:4].clone()})),
+        rf"{UP}: .*found \[4, 32\]",
+    ),
+    "other tokens in the second text": (other_bytes, "tokenize the text differently"),
+}
+
+
+def test_damaged_conversions_are_refused_before_the_work(
+    pair: tuple[Path, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "_sweep", lambda *_: pytest.fail("swept"))
+    (tmp_path / "umlauts.txt").write_text("Zwölf Boxkämpfer! " * 9)
+    for case, (damage, message) in DAMAGES.items():
+        damaged = shutil.copytree(pair[1], tmp_path / case.replace(" ", "-"))
+        damage(damaged)
+        texts = ["--text", str(text_file), "--text", str(tmp_path / "umlauts.txt"), "--seq-len", "64"]
+        result = CliRunner().invoke(main, ["eval", str(pair[0]), str(damaged), *texts, "--html", str(tmp_path / "a")])
+        assert result.exit_code == 2 and isinstance(result.exception, SystemExit), case
+        assert re.search(message, result.stderr) and result.stderr.count("\n") == 1, f"{case}: {result.stderr}"
+        assert not (tmp_path / "a").exists()
+
+
+def test_only_the_original_is_compared_with_its_conversion(
+    pair: tuple[Path, Path], make_model: MakeModel, text_file: Path
+) -> None:
+    """Any other difference would stand in the card as what the conversion cost."""
+    options: dict[str, Any] = {"text": [str(text_file)], "seq_len": 64, "windows": 1, "progress": False}
+    for original, message in (
+        (make_model(seed=1), "not the model that .* made from"),
+        (pair[1], "itself a conversion"),
+    ):
+        with pytest.raises(InputError, match=message):
+            evaluate(str(original), str(pair[1]), **options)
+    with pytest.raises(InputError, match="itself a conversion"):
+        evaluate(str(pair[1]), str(pair[0]), **options)
+
+
+def test_changed_weights_are_told_from_the_converted_ones(pair: tuple[Path, Path], text_file: Path) -> None:
+    edit_weights(pair[1], lambda tensors: tensors["model.norm.weight"].mul_(1.5))
+    found = evaluate(*map(str, pair), text=[str(text_file)], seq_len=64, windows=1, progress=False)
+    assert found.provenance["fingerprint"] != fingerprint(read_recipe(pair[1]))
+
+
+def test_values_that_overflow_are_no_result(make_model: MakeModel, text_file: Path) -> None:
+    source = make_model()
+    edit_weights(source, lambda tensors: tensors[UP].mul_(1e6))
+    options: dict[str, Any] = {"text": [str(text_file)], "seq_len": 64, "windows": 1, "progress": False}
+    assert math.isfinite(evaluate(str(source), str(source), **options).overall.original)
+    with pytest.raises(InputError, match=r"layer 1 of the original gives infinite .* try --dtype float32"):
+        evaluate(str(source), str(source), dtype="float16", **options)
+
+
+def test_records_name_no_absolute_path(
+    pair: tuple[Path, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "test.txt").write_text("Numbers: " + " ".join(str(i * i) for i in range(200)))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    texts = [f"--text={text_file}", "--text", f"hf:{tmp_path}/data"]
+    command = ["eval", *map(str, pair), *texts, f"--html={tmp_path}/a.html", "--seq-len", "64", "--token=hf_x", "-q"]
+    monkeypatch.setattr(sys, "argv", ["latentfold", *command])
+    assert CliRunner().invoke(main, command).exit_code == 0
+    record = (pair[1] / EVALUATION).read_text()
+    assert str(tmp_path) not in record + (tmp_path / "a.html").read_text() and "hf_x" not in record
+    written = json.loads(record)["provenance"]["command"]
+    assert written == "latentfold eval source1 out --text=text.txt --text hf:data --html=a.html --seq-len 64 -q"
+
+
+def test_interrupted(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison, "_sweep", interrupt)
+    result = CliRunner().invoke(main, ["eval", *map(str, pair), "--seq-len", "64", "--quiet"])
+    assert result.exit_code == 130 and "Interrupted" in result.stderr and "same command" not in result.stderr
+    assert not (pair[1] / EVALUATION).exists()
 
 
 def test_a_model_equals_itself(make_model: MakeModel, text_file: Path) -> None:

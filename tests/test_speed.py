@@ -136,6 +136,11 @@ def test_a_point_that_does_not_fit_is_none_and_the_rest_goes_on(
     assert all(point.prefill_converted and point.decode_converted and point.cache_converted for point in found)
 
 
+def test_a_batch_whose_tokens_alone_do_not_fit(pair: tuple[Checkpoint, Checkpoint]) -> None:
+    small, huge = measure_speed(*pair, contexts=(16,), batches=(1, 1 << 44), decode_tokens=1, **COMPUTE)
+    assert small.prefill_original and huge.prefill_original is None and huge.cache_converted is None
+
+
 def test_other_errors_are_not_taken_for_memory(
     pair: tuple[Checkpoint, Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:

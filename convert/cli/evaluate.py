@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -30,9 +31,12 @@ class ListOf(click.ParamType):
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(self.kind(part) for part in value.split(",") if part.strip())
+            values = tuple(self.kind(part.strip()) for part in value.split(",") if part.strip())
         except ValueError:
+            values = ()
+        if not values:
             self.fail(f"{value!r}: expected values with commas between them, such as 512,2048", param, ctx)
+        return values
 
 
 @click.command(name="eval", cls=FilesCommand)
@@ -90,27 +94,33 @@ def evaluate(
     latentfold eval ./llama ./llama-mla --speed --contexts 1024,8192 --batches 1,8 --tasks arc_easy,hellaswag
     """
     quiet_libraries()
+    from latentfold.convert.recipe import RECIPE, read_recipe
     from latentfold.eval.comparison import evaluate as compare
     from latentfold.eval.comparison import save
+    from latentfold.eval.records import EVALUATION
     from latentfold.eval.report.markdown import markdown
 
-    for option, name in (("--json", json_file), ("--html", html_file)):
-        if name and name != "-":
-            check_writable(option, name)
+    folder = Path(converted)
+    if json_file and json_file != "-":
+        check_writable("--json", json_file)
+    if html_file:
+        check_writable("--html", html_file)
+        if json_file and os.path.abspath(json_file) == os.path.abspath(html_file):
+            raise click.UsageError(f"--json and --html: expected two files, found {html_file} twice")
+    recipe = read_recipe(folder) if (folder / RECIPE).is_file() else None
+    if recipe and not no_save:
+        check_writable("to keep the result (else pass --no-save),", str(folder / EVALUATION))
     options["continuations"] |= full or bool(options["prompts"])
     options["speed"] |= full
     found = compare(original, converted, progress=not quiet, command=_command(), **options)
     if not no_save:
-        save(found, Path(converted))
+        save(found, folder)
     data = json.dumps(found.to_dict(), indent=2)
     if json_file and json_file != "-":
         Path(json_file).write_text(data + "\n", encoding="utf-8")
     if html_file:
-        from latentfold.convert.recipe import RECIPE, read_recipe
         from latentfold.eval.report.html import html
 
-        folder = Path(converted)
-        recipe = read_recipe(folder) if (folder / RECIPE).is_file() else None
         Path(html_file).write_text(html(found, recipe), encoding="utf-8")
     click.echo(data if json_file == "-" else markdown(found))
 
@@ -120,9 +130,9 @@ def _command() -> str:
     from latentfold.convert.source import public_name
 
     words = sys.argv[1:]
-    kept = [
-        public_name(word)
-        for i, word in enumerate(words)
-        if not word.startswith("--token") and (i == 0 or words[i - 1] != "--token")
-    ]
-    return shlex.join(["latentfold", *kept])
+    kept = ["latentfold"]
+    for i, word in enumerate(words):
+        if not word.startswith("--token") and (i == 0 or words[i - 1] != "--token"):
+            option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+            kept.append(option + equals + public_name(value))
+    return shlex.join(kept)

@@ -16,17 +16,25 @@ DATA_ERRORS = 2
 
 
 def user_errors(command: Callable[..., Any]) -> Callable[..., Any]:
-    """One line on stderr and status 2 for what the user can mend; no traceback."""
+    """One line on stderr and status 2 for what the user can mend; no traceback.
+
+    That includes what the system refuses: a full disk, a folder that may not be written, a name that is too long.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
-        except InputError as error:
-            click.echo("Error: " + " ".join(str(error).split()), err=True)
+        except BrokenPipeError:
+            raise  # who reads stdout has enough: click ends quietly
+        except (InputError, OSError) as error:
+            message = str(error)
+            if isinstance(error, OSError) and error.filename is not None:
+                message = f"{error.filename}: {error.strerror}"
+            click.echo("Error: " + " ".join(message.split()), err=True)
             sys.exit(DATA_ERRORS)
         except KeyboardInterrupt:
-            click.echo("\nInterrupted. The same command continues where it stopped.", err=True)
+            click.echo("\nInterrupted. convert and push continue where they stopped when they are repeated.", err=True)
             sys.exit(130)
 
     return wrapped
@@ -44,15 +52,24 @@ def quiet_libraries() -> None:
 
 
 def check_writable(option: str, name: str) -> None:
-    """Find out before the work, not after it, that its result cannot be written."""
+    """Find out before the work, not after it, that its result cannot be written; leaves everything as it was.
+
+    Raises:
+        InputError: `name` is no file that can be written.
+    """
     path = Path(name)
     try:
+        if name == "-":
+            raise InputError(f"{option} {name}: cannot go to stdout; expected a file")
         if path.is_dir():
             raise InputError(f"{option} {name}: is a folder; expected a file")
         if not path.absolute().parent.is_dir():
             raise InputError(f"{option} {name}: its folder does not exist")
+        existed = path.exists()
         with open(path, "a", encoding="utf-8"):
             pass
+        if not existed:
+            path.unlink()
     except OSError as error:
         raise InputError(f"{option} {name}: cannot be written ({error.strerror})") from error
 
