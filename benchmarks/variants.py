@@ -80,6 +80,13 @@ def _no_query_weights(layer: CalibratedLayer) -> CalibratedLayer:
     )
 
 
+def _no_overlap(layer: CalibratedLayer) -> CalibratedLayer:
+    """What heads lose counts head by head, as if it were unrelated."""
+    return replace(
+        layer, latent=replace(layer.latent, overlap=torch.eye(len(layer.weights.q)).to(layer.latent.overlap))
+    )
+
+
 def _plain_statistics(layer: CalibratedLayer) -> CalibratedLayer:
     """Plain token averages in place of what the attention output feels: keys, values and distances."""
     stats = layer.latent
@@ -106,7 +113,7 @@ def _pair_moment(stats: LatentStatistics) -> Tensor:
 
 def _norm_balanced(layer: CalibratedLayer) -> CalibratedLayer:
     """Keys and values balanced by their norms instead of by what they do to the output."""
-    stats, weights = layer.latent, layer.weights
+    stats, weights = _no_overlap(layer).latent, layer.weights
     size = weights.q.shape[1]
     eye = torch.eye(size, dtype=torch.float64, device=stats.moment.device)
     values = torch.einsum("gde,ef,gdf->", stats.values, stats.moment, stats.values)
@@ -217,7 +224,7 @@ def _svd_baseline(moment: Callable[[LatentStatistics], Tensor]) -> Convert:
         size = layer.weights.q.shape[1]
         identity = torch.eye(size, dtype=torch.float64, device=slots.device).expand(len(layer.weights.q), size, size)
         latent = replace(
-            chosen.latent,
+            _no_overlap(chosen).latent,
             query_moment=identity / layer.weights.scale**2,
             key_moment=chosen.latent.moment.expand_as(layer.latent.key_moment),
             value_moment=chosen.latent.moment.expand_as(layer.latent.value_moment),
@@ -245,6 +252,7 @@ VARIANTS = {
         Variant("no constants", _with(fitted=_no_constants)),
         Variant("no folding", _no_folding),
         Variant("no joint metric", _no_joint_metric),
+        Variant("no head overlap", _with(_no_overlap)),
         Variant("no per-head readers", _with(per_head=False)),
         Variant("no output refit", _with(refit=False)),
     )

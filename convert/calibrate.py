@@ -199,6 +199,7 @@ class LatentAccumulator:
         self.key_moment, self.value_moment = zeros(count, width, width), zeros(count, width, width)
         self.moment, self.tokens = zeros(width, width), 0
         self.query_moment = zeros(heads, head_dim, head_dim)
+        self.overlap = zeros(heads, heads)
         self.output_power = 0.0
 
     def add(self, x: Tensor, s: Sensitivity) -> None:
@@ -208,12 +209,14 @@ class LatentAccumulator:
         self.moment += (y.T @ y).to(torch.float64)
         self.tokens += y.shape[0]
         u = s.influence @ y  # (H, M, E)
-        averaged = (s.probabilities @ y) * s.weight.sqrt()[:, None]
+        attention = s.probabilities * s.weight.sqrt()[:, None]
+        averaged = attention @ y
         for p in range(self.key_moment.shape[0]):
             members = self.pool == p
             for total, rows in ((self.key_moment, u[members]), (self.value_moment, averaged[members])):
                 rows = rows.flatten(0, 1)
                 total[p] += (rows.T @ rows).to(torch.float64)
+        self.overlap += (attention.flatten(1) @ attention.flatten(1).T).to(torch.float64)
         self.query_moment += (s.queries.mT @ (u.square().sum(-1, keepdim=True) * s.queries)).to(torch.float64)
         self.output_power += s.output_power
 
@@ -231,6 +234,7 @@ class LatentAccumulator:
             projection = torch.eye(hidden, dtype=torch.float64, device=keys.device)
             key_map, value_map = keys.flatten(0, 1), values.flatten(0, 1)
         members = torch.bincount(self.pool).to(torch.float64)  # heads in each pool
+        shared = self.overlap.diagonal().sqrt().clamp_min(1e-300)
         size_of_u = self.key_moment.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-300)
         stats = LatentStatistics(
             keys=key_map.reshape(kv_heads, head_dim, -1),
@@ -241,6 +245,7 @@ class LatentAccumulator:
             value_moment=self.value_moment / (samples * members)[:, None, None],
             moment=self.moment / self.tokens,
             query_moment=self.query_moment / samples,
+            overlap=self.overlap / shared[:, None] / shared,
             output_power=self.output_power / samples,
         )
         return self.rope.result(), stats

@@ -69,6 +69,7 @@ class LatentStatistics:
         value_moment: (P, E, E): of the attention-averaged vector, which is what W_O receives.
         moment: (E, E): plain average over tokens.
         query_moment: (H, d, d): Q_h, total sensitivity included.
+        overlap: (H, H): how far two heads attend to the same tokens, E[p_h . p_h'] normalized to 1 on the diagonal.
         output_power: E|attention output|^2, to make errors relative.
     """
 
@@ -80,6 +81,7 @@ class LatentStatistics:
     value_moment: Tensor
     moment: Tensor
     query_moment: Tensor
+    overlap: Tensor
     output_power: float
 
 
@@ -115,20 +117,24 @@ def latent_rows(
     """A (r, E) with E[c c^T] = 1 under the plain moment, and its pooled reader E[s c^T] (E, r).
 
     K and V have different statistics, one whitening must serve both: whiten with the plain moment and scale each block
-    so that its weight under that moment equals its weight under its own.
+    so that its weight under that moment equals its weight under its own. Values that several heads read lose the same
+    thing at once: their errors add up in the output as far as the heads attend to the same tokens.
     """
     root, inverse = square_roots(stats.moment)
     value_metric = weights.o.mT @ weights.o  # (H, d, d)
     key_root, value_root = metric_root(stats.query_moment), metric_root(value_metric)
     key_rows = weights.scale * key_root @ still_keys  # (H, d, E)
     value_rows = value_root @ stats.values[weights.group]
-    key_own = (by_pool(key_rows, stats.key_moment, stats.pool) * key_rows).sum()
-    value_own = (by_pool(value_rows, stats.value_moment, stats.pool) * value_rows).sum()
+    whitened_keys = key_rows.flatten(0, 1) @ root
+    whitened_values = stats.values.flatten(0, 1) @ root  # (G d, e)
+    together = shared_value_metric(weights, stats.overlap)
     gram = torch.zeros(root.shape[1], root.shape[1], dtype=root.dtype, device=root.device)
-    for rows, own in ((key_rows, key_own), (value_rows, value_own)):
-        whitened = rows.flatten(0, 1) @ root
-        block = whitened.T @ whitened
-        trace = block.trace()
+    for block, rows, moments in (
+        (whitened_keys.T @ whitened_keys, key_rows, stats.key_moment),
+        (whitened_values.T @ together @ whitened_values, value_rows, stats.value_moment),
+    ):
+        own = (by_pool(rows, moments, stats.pool) * rows).sum()
+        trace = (rows.flatten(0, 1) @ root).square().sum()
         if trace > 0:
             gram += block * (own.clamp_min(0) / trace)
     _, vectors = torch.linalg.eigh(gram)
@@ -139,6 +145,16 @@ def latent_rows(
         rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
         basis = torch.cat([basis, basis.new_zeros(basis.shape[0], missing)], dim=1)
     return rows, root @ basis
+
+
+def shared_value_metric(weights: AttentionWeights, overlap: Tensor) -> Tensor:
+    """(G d, G d): sum over pairs of heads of overlap_hh' W_O,h^T W_O,h', gathered by the KV heads they read."""
+    heads, _, size = weights.o.shape
+    flat = weights.o.transpose(0, 1).flatten(1)  # (D, H d)
+    pairs = (flat.T @ flat).view(heads, size, heads, size) * overlap[:, None, :, None]
+    kv_heads = len(weights.k)
+    grouped = pairs.view(kv_heads, heads // kv_heads, size, kv_heads, heads // kv_heads, size)
+    return grouped.sum((1, 4)).reshape(kv_heads * size, kv_heads * size)
 
 
 def readers(target: Tensor, moments: Tensor, pool: Tensor, rows: Tensor, pooled: Tensor, ridge: float) -> Tensor:
