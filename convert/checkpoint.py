@@ -95,6 +95,11 @@ class CheckpointWriter:
         """Names that a run interrupted while finishing may already have moved to `out`."""
         return set((_read_journal(out) or {}).get("moving", []))
 
+    @staticmethod
+    def interrupted_key(out: Path) -> dict[str, Any] | None:
+        """The key of an interrupted run in `out`, if there is one."""
+        return (_read_journal(out) or {}).get("key")
+
     def _write_journal(self) -> None:
         state = {
             "key": self.key,

@@ -75,8 +75,8 @@ class ConversionConfig:
         given = [self.cache_values is not None, self.cache_ratio is not None]
         if sum([*given, self.kv_rank is not None or self.rope_dim is not None]) > 1:
             raise InputError("expected one of --cache-values, --cache-ratio, and --kv-rank with --rope-dim")
-        if self.cache_values is not None and self.cache_values < 4:
-            raise InputError(f"--cache-values {self.cache_values}: expected at least 4")
+        if self.cache_values is not None and self.cache_values < 3:
+            raise InputError(f"--cache-values {self.cache_values}: expected at least 3")
         if self.cache_ratio is not None and not 0 < self.cache_ratio < 1:
             raise InputError(f"--cache-ratio {self.cache_ratio}: expected a share between 0 and 1")
         if self.seq_len is not None and self.seq_len < 16:

@@ -16,7 +16,7 @@ from latentfold.convert.recipe import RECIPE
 from latentfold.convert.source import LEGAL_FILES, hub_errors, read_json, same_content
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi, RepoFile
+    from huggingface_hub import HfApi, ModelInfo, RepoFile
 
 GENERATED = ["README.md", "evaluation.json", "report.html", "figures/*.png"]
 """Written beside a checkpoint after its conversion."""
@@ -135,10 +135,9 @@ def push(
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    if create_pr and (revision or tag):
-        raise InputError("--create-pr: goes to the main branch and has no commit to tag yet; drop --revision and --tag")
+    check_request(repo, create_pr=create_pr, revision=revision, tag=tag)
     with hub_errors(repo, revision):
-        api = _logged_in(repo, token)
+        api = logged_in(repo, token)
         parent = _parent(api, repo, private=private, revision=revision)
         there = _remote_files(api, repo, parent)
         old = _replaceable(api, repo, parent, there, overwrite=overwrite)
@@ -165,29 +164,48 @@ def push(
     return PushResult(url, commit, bool(operations))
 
 
-def check_target(repo: str, *, token: str | None = None) -> None:
+def check_request(repo: str, *, create_pr: bool = False, revision: str | None = None, tag: str | None = None) -> None:
+    """What can be refused without asking the Hub, and before anything is hashed.
+
+    Raises:
+        InputError: not a repository id, or options of a push that contradict each other.
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise InputError(f"{repo}: expected a repository as namespace/name")
+    if create_pr and (revision or tag):
+        raise InputError("--create-pr: goes to the main branch and has no commit to tag yet; drop --revision and --tag")
+
+
+def check_target(repo: str, *, private: bool = False, token: str | None = None) -> None:
     """Find out before a long conversion that its result cannot be pushed.
 
     Raises:
-        InputError: not a repository id, nobody is logged in, or the repository holds something else.
+        InputError: not a repository id, nobody is logged in, or the repository is public though a private one is
+            wanted, or holds something else.
     """
     from huggingface_hub.errors import RepositoryNotFoundError
 
+    check_request(repo)
     with hub_errors(repo):
-        api = _logged_in(repo, token)
+        api = logged_in(repo, token)
         api.whoami()
         try:
-            commit = str(api.model_info(repo).sha)
+            there = api.model_info(repo)
         except RepositoryNotFoundError:
             return
+        _check_private(repo, private, there)
+        commit = str(there.sha)
         _replaceable(api, repo, commit, _remote_files(api, repo, commit), overwrite=False)
 
 
-def _logged_in(repo: str, token: str | None) -> HfApi:
+def logged_in(repo: str, token: str | None) -> HfApi:
+    """The Hub with a token, given or stored; nothing is asked yet.
+
+    Raises:
+        InputError: there is no token.
+    """
     from huggingface_hub import HfApi, get_token
 
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise InputError(f"{repo}: expected a repository as namespace/name")
     if token is None and get_token() is None:
         raise InputError(f"{repo}: not logged in; run hf auth login, set HF_TOKEN or pass --token")
     return HfApi(token=token)
@@ -202,8 +220,7 @@ def _parent(api: HfApi, repo: str, *, private: bool, revision: str | None) -> st
     except RepositoryNotFoundError:
         api.create_repo(repo, private=private or None)  # None: as the namespace has it
         main = api.model_info(repo)
-    if private and not main.private:
-        raise InputError(f"{repo}: is public, and --private is for new repositories; make it private on the Hub first")
+    _check_private(repo, private, main)
     if revision is None:
         return str(main.sha)
     try:
@@ -211,6 +228,11 @@ def _parent(api: HfApi, repo: str, *, private: bool, revision: str | None) -> st
     except RevisionNotFoundError:
         api.create_branch(repo, branch=revision)
         return str(main.sha)
+
+
+def _check_private(repo: str, private: bool, there: ModelInfo) -> None:
+    if private and not there.private:
+        raise InputError(f"{repo}: is public, and --private is for new repositories; make it private on the Hub first")
 
 
 def _remote_files(api: HfApi, repo: str, commit: str) -> dict[str, RepoFile]:

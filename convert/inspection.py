@@ -92,9 +92,19 @@ def propose_sizes(shape: ModelShape) -> Proposal:
 
 def splits(shape: ModelShape, values: int) -> list[tuple[int, int]]:
     """(kv_rank, rope_dim) that together cache `values`; none where no division makes sense."""
-    rotated = [max(2, round(shape.head_dim * share / 2) * 2) for share in HEAD_SHARES]
-    found = dict.fromkeys((values - rope_dim, rope_dim) for rope_dim in rotated)
+    found = [(values - rope_dim, rope_dim) for rope_dim in _rotated(shape)]
     return [(rank, rope) for rank, rope in found if rope // 2 <= rank <= shape.max_kv_rank]
+
+
+def divisible(shape: ModelShape) -> tuple[int, int]:
+    """The fewest and the most cached values, below the source's, that `splits` divides."""
+    rotated = _rotated(shape)
+    return rotated[0] + rotated[0] // 2, min(shape.cache_values - 1, rotated[-1] + shape.max_kv_rank)
+
+
+def _rotated(shape: ModelShape) -> list[int]:
+    """Sizes of the rotated part to choose from, ascending."""
+    return sorted({max(2, round(shape.head_dim * share / 2) * 2) for share in HEAD_SHARES})
 
 
 def inspect_model(name: str, *, revision: str | None = None, token: str | None = None) -> Inspection:

@@ -167,23 +167,27 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
     model = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
     estimates: list[SizeEstimate] = []
     if candidates := candidate_splits(config, plan.shape):
-        estimates = survey(model, plan, windows, config, candidates)
-        best = min(estimates, key=lambda size: size.expected_error)
-        divided = replace(config, kv_rank=best.kv_rank, rope_dim=best.rope_dim, cache_values=None, cache_ratio=None)
-        plan = make_plan(divided, plan.checkpoint)
+        sizes = _interrupted_sizes(config)
+        if sizes is None:
+            estimates = survey(model, plan, windows, config, candidates)
+            best = min(estimates, key=lambda size: size.expected_error)
+            sizes = best.kv_rank, best.rope_dim
+        if sizes in candidates:  # else the writer refuses an interrupted run of other options
+            divided = replace(config, kv_rank=sizes[0], rope_dim=sizes[1], cache_values=None, cache_ratio=None)
+            plan = make_plan(divided, plan.checkpoint)
     recipe = starting_recipe(config, plan, windows)
     key = recipe | {"source_files": plan.checkpoint.stamps()}
     writer = CheckpointWriter(config.output_path, plan.tensors, plan.shards, key, overwrite=config.overwrite)
     if writer.moving:
         writer.finish()
         return ConversionResult(config.output_path, json.loads((config.output_path / RECIPE).read_text("utf-8")))
+    if estimates:
+        writer.write("split", {}, [asdict(size) for size in estimates])
     if not writer.done("ladder"):
         scores = score_ladders(model, plan, windows, config)
         writer.write("ladder", {}, {"chosen": scores.index(min(scores)), "scores": scores})
     choice = writer.records["ladder"]
     ladder = plan.ladders[choice["chosen"]]
-    if estimates:
-        writer.write("split", {}, [asdict(size) for size in estimates])
     if not writer.done("outer"):
         writer.write("outer", outer_tensors(plan))
     target = MemoryTarget(config, plan, ladder, writer)
@@ -204,6 +208,14 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
     replace_text(writer.folder / RECIPE, json.dumps(recipe, indent=2) + "\n")
     writer.finish()
     return ConversionResult(config.output_path, recipe)
+
+
+def _interrupted_sizes(config: ConversionConfig) -> tuple[int, int] | None:
+    """(kv_rank, rope_dim) of an interrupted run that is to be continued: no second survey, nor one before a refusal."""
+    key = CheckpointWriter.interrupted_key(config.output_path)
+    if key is None or config.overwrite:
+        return None
+    return key["options"]["kv_rank"], key["options"]["rope_dim"]
 
 
 def score_ladders(

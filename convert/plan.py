@@ -16,7 +16,7 @@ from latentfold.convert.config import OUTPUT_DTYPES, ConversionConfig
 from latentfold.convert.errors import InputError
 from latentfold.convert.families import require_family
 from latentfold.convert.families.family import Family
-from latentfold.convert.inspection import propose_sizes, splits
+from latentfold.convert.inspection import divisible, propose_sizes, splits
 from latentfold.convert.shapes import ModelShape, model_shape
 from latentfold.convert.source import Checkpoint
 from latentfold.convert.targets import deepseek
@@ -178,9 +178,10 @@ def candidate_splits(config: ConversionConfig, shape: ModelShape) -> list[tuple[
         return []
     found = splits(shape, values)
     if not found or values >= shape.cache_values:
+        fewest, most = divisible(shape)
         raise InputError(
-            f"{values} cached values: expected between {4 if shape.head_dim < 16 else shape.head_dim // 4} and "
-            f"{shape.cache_values - 1}; the source caches {shape.cache_values} per token and layer"
+            f"{values} cached values: expected between {fewest} and {most}; "
+            f"the source caches {shape.cache_values} per token and layer"
         )
     return found
 
@@ -239,6 +240,9 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
     else:
         source_dtype = model.dtype or torch.bfloat16
     notices: list[str] = []
+    if len(candidates) > 1:
+        divisions = ", ".join(f"{rank} + {rope}" for rank, rope in candidates)
+        notices.append(f"a short survey of the model chooses kv-rank + rope-dim from {divisions}")
     dtype = OUTPUT_DTYPES.get(config.dtype, source_dtype)
     if dtype not in OUTPUT_DTYPES.values():
         target = torch.bfloat16 if dtype == torch.float16 else torch.float32

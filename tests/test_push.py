@@ -156,6 +156,8 @@ def test_a_public_repository_is_not_taken_for_a_private_one(server: HubServer, o
     server.create_repo(REPO)
     with pytest.raises(InputError, match="is public"):
         push(out, private=True)
+    with pytest.raises(InputError, match="is public"):  # before a conversion, too
+        hub.check_target(REPO, private=True, token=TOKEN)
     assert published(server) == {}
 
 
@@ -359,6 +361,46 @@ def test_command(server: HubServer, out: Path) -> None:
     assert done.stderr == "" and published(server, "dev") == contents(out) and "README.md" in published(server, "dev")
     again = invoke("push", out, REPO, "--token", TOKEN, "--branch", "dev")
     assert "Nothing to do" in again.stderr and again.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny-mla", "--token", TOKEN], "expected a repository as namespace/name"),
+        (["tiny-mla", "--dry-run"], "expected a repository as namespace/name"),
+        ([REPO], "not logged in"),
+        ([REPO, "--create-pr", "--tag", "x"], "--create-pr: goes to the main branch"),
+    ],
+)
+def test_requests_are_refused_before_files_are_hashed(
+    server: HubServer, out: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "check_files", lambda *_: pytest.fail("hashed"))
+    result = invoke("push", out, *arguments)
+    assert result.exit_code == 2 and message in result.stderr and server.requests == []
+
+
+def test_what_is_left_of_a_conversion_that_is_not_published(
+    server: HubServer, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **options: Any) -> None:
+        raise InputError("not today")
+
+    monkeypatch.setattr("latentfold.eval.comparison.evaluate", refuse)
+    source, text = converted.parent / "source", converted.parent / "text.txt"
+    sizes = ["--calibration", text, "--calibration-tokens", 256, "--seq-len", 64, "--quiet"]
+    command = ["convert", source, tmp_path / "new", *sizes, "--push", REPO, "--private", "--token", TOKEN]
+    planned = invoke(*command, "--dry-run")
+    assert planned.exit_code == 0 and not (tmp_path / "new").exists()
+    result = invoke(*command)
+    assert result.exit_code == 2 and TOKEN not in result.output
+    assert result.stderr.splitlines() == [
+        "Error: not today",
+        f"The conversion is complete; what is left: latentfold eval {source} {tmp_path}/new "
+        f"&& latentfold push {tmp_path}/new {REPO} --private",
+    ]
+    lone = invoke("convert", source, tmp_path / "other", *sizes, "--private", "--dry-run")
+    assert lone.exit_code == 2 and "--private is for --push" in lone.stderr
 
 
 def test_unevaluated_if_told_so(server: HubServer, out: Path) -> None:

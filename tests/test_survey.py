@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from latentfold.convert import InputError, convert_checkpoint
+from latentfold.convert import InputError, convert_checkpoint, pipeline
 from latentfold.convert.cli import main
 from latentfold.convert.config import ConversionConfig
-from latentfold.convert.inspection import splits
+from latentfold.convert.inspection import divisible, splits
 from latentfold.convert.pipeline import estimate_sizes
 from latentfold.convert.plan import read_config
 from latentfold.convert.shapes import model_shape
@@ -48,7 +48,8 @@ def test_a_number_of_values_is_divided_by_a_survey(
         ({"cache_values": 16, "kv_rank": 8}, "expected one of"),
         ({"cache_values": 16, "cache_ratio": 0.5}, "expected one of"),
         ({"cache_ratio": 1.5}, "expected a share between 0 and 1"),
-        ({"cache_values": 2}, "expected at least 4"),
+        ({"cache_values": 2}, "expected at least 3"),
+        ({"cache_ratio": 0.05}, "2 cached values: expected between 3 and 31"),
         ({"cache_values": 32}, "the source caches 32 per token and layer"),
     ],
 )
@@ -58,6 +59,37 @@ def test_impossible_numbers_are_refused(
     with pytest.raises(InputError, match=message):
         convert_checkpoint(str(make_model()), str(tmp_path / "out"), **given, **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_bounds_told_are_those_that_divide(kv_heads: int, make_model: MakeModel) -> None:
+    shape = model_shape(read_config(open_checkpoint(make_model(num_key_value_heads=kv_heads))))
+    dividing = [values for values in range(shape.cache_values) if splits(shape, values)]
+    assert divisible(shape) == (dividing[0], dividing[-1]) and dividing == list(range(dividing[0], dividing[-1] + 1))
+
+
+def test_dry_run_says_that_the_sizes_are_open(make_model: MakeModel, tmp_path: Path) -> None:
+    command = ["convert", str(make_model()), str(tmp_path / "out"), "--cache-values", "16", "--dry-run"]
+    assert "chooses kv-rank + rope-dim from 14 + 2, 12 + 4, 10 + 6, 8 + 8" in CliRunner().invoke(main, command).stdout
+
+
+def test_an_interrupted_conversion_is_not_surveyed_again(
+    make_model: MakeModel, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = str(make_model()), str(tmp_path / "out")
+    whole = convert_checkpoint(source, str(tmp_path / "whole"), cache_values=16, **options)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline, "outer_tensors", interrupt)
+        convert_checkpoint(source, out, cache_values=16, **options)
+    monkeypatch.setattr(pipeline, "survey", lambda *_: pytest.fail("surveyed"))
+    for other in ({"seed": 4, "cache_values": 16}, {"cache_values": 6}):
+        with pytest.raises(InputError, match="interrupted conversion with other options"):
+            convert_checkpoint(source, out, **other, **options)
+    assert convert_checkpoint(source, out, cache_values=16, **options).recipe == whole.recipe
 
 
 def test_larger_sizes_cost_less(make_model: MakeModel, options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import click
@@ -80,14 +81,14 @@ def convert(
     from latentfold.convert.pipeline import prepare, run
     from latentfold.convert.tables import conversion_summary, plan_table
 
+    if private and not repo_id:
+        raise click.UsageError("--private is for --push")
     config = ConversionConfig(source=model, output=out, calibration=calibration, progress=not quiet, **options)
+    if repo_id:
+        check_target(repo_id, private=private, token=config.token)
     if dry_run:
         click.echo(plan_table(plan_only(config)))
         return
-    if private and not repo_id:
-        raise click.UsageError("--private is for --push")
-    if repo_id:
-        check_target(repo_id, token=config.token)
     plan, tokenizer, windows = prepare(config)
     if not quiet:
         for notice in plan.notices:
@@ -98,5 +99,13 @@ def convert(
     click.echo(str(result.path))
     if repo_id:
         shared = {name: options[name] for name in ("token", "stream", "device", "revision")}
-        context.invoke(evaluate, original=model, converted=out, quiet=quiet, **shared)
-        context.invoke(push, out=out, repo_id=repo_id, private=private, quiet=quiet, token=config.token)
+        try:
+            context.invoke(evaluate, original=model, converted=out, quiet=quiet, **shared)
+            context.invoke(push, out=out, repo_id=repo_id, private=private, quiet=quiet, token=config.token)
+        except SystemExit:
+            revision, stream = options["revision"], options["stream"]
+            measuring = [model, out, *(["--revision", revision] if revision else []), *(["--stream"] if stream else [])]
+            publishing = [out, repo_id, *(["--private"] if private else [])]
+            left = f"latentfold eval {shlex.join(measuring)} && latentfold push {shlex.join(publishing)}"
+            click.echo(f"The conversion is complete; what is left: {left}", err=True)
+            raise

@@ -52,7 +52,10 @@ def push(out: str, repo_id: str, dry_run: bool, allow_unevaluated: bool, quiet: 
         disable_progress_bars()
         logging.set_verbosity_error()
     folder = Path(out)
+    hub.check_request(repo_id, **{name: options[name] for name in ("create_pr", "revision", "tag")})
     recipe = read_recipe(folder)
+    if not dry_run:
+        hub.logged_in(repo_id, options["token"])
     hub.check_files(folder, recipe)
     hub.files_to_push(folder, recipe)  # refuse what does not belong there before anything is written
     evaluated = current_evaluation(folder, recipe) is not None
