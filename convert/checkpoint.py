@@ -198,11 +198,15 @@ def _read_journal(out: Path) -> dict[str, Any] | None:
 def replace_text(path: Path, text: str) -> None:
     """Write a text file so that readers see the old content or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def sha256(path: Path) -> str:

@@ -135,6 +135,35 @@ def test_a_damaged_card_is_left_alone(existing: str, message: str) -> None:
         render_card(recipe(), None, existing)
 
 
+def test_measured_texts_that_would_damage_a_card() -> None:
+    """A prompt that is a marker, a file's name of broken bytes."""
+    found = full_evaluation()
+    assert found.continuations
+    marked = replace(found.continuations[0], prompt=f"{END} {BEGIN}", converted=END)
+    hostile = replace(found, continuations=(marked,), texts=(replace(found.texts[0], name="a\udcff\n.txt"),))
+    text = render_card(recipe(), hostile, None)
+    assert text.encode() and render_card(recipe(), hostile, text) == text
+    assert metadata(text)["model-index"][0]["results"][0]["dataset"]["name"] == "a\N{REPLACEMENT CHARACTER} .txt"
+
+
+def test_cards_in_other_encodings(make_model: MakeModel, tmp_path: Path, options: dict[str, Any]) -> None:
+    source, out = make_model(), tmp_path / "out"
+    convert_checkpoint(str(source), str(out), kv_rank=8, rope_dim=4, **options)
+    (out / "README.md").write_bytes("\ufeff---\nlicense: mit\n---\n# Mine\n".encode())
+    text = write_card(out)
+    assert metadata(text)["license"] == "mit" and text.count("license: mit") == 1 and "# Mine" in text
+    (out / "README.md").write_bytes("café".encode("latin-1"))
+    refused = CliRunner().invoke(main, ["card", str(out)])
+    assert refused.exit_code == 2 and "README.md: not UTF-8 text (byte 3)" in refused.stderr
+    assert (out / "README.md").read_bytes() == b"caf\xe9"
+    (out / "README.md").unlink()
+    (out / "README.md").mkdir()
+    for name in (str(out), "x" * 5000):  # what the system refuses is one line, too
+        refused = CliRunner().invoke(main, ["card", name])
+        assert refused.exit_code == 2 and refused.stderr.startswith("Error: ") and refused.stderr.count("\n") == 1
+    assert not list(out.glob("*.tmp"))
+
+
 def test_the_command_is_the_one_that_was_run() -> None:
     words = shlex.split(convert_command(recipe()))
     assert words[:2] == ["latentfold", "convert"]

@@ -18,7 +18,7 @@ from latentfold.convert.inspection import engine_kernels
 from latentfold.convert.recipe import fingerprint, read_recipe
 from latentfold.eval.records import EVALUATION, Evaluation, read_evaluation
 from latentfold.eval.report import plots
-from latentfold.eval.report.formats import percent, perplexity, ppl, with_error
+from latentfold.eval.report.formats import one_line, percent, perplexity, ppl, printable, with_error
 from latentfold.eval.report.markdown import cell, code, markdown
 from latentfold.eval.report.verdict import verdict
 
@@ -58,7 +58,10 @@ def read_card(folder: Path) -> str:
     """
     recipe = read_recipe(folder)
     path = folder / CARD
-    existing = path.read_text(encoding="utf-8") if path.is_file() else None
+    try:
+        existing = path.read_text(encoding="utf-8-sig") if path.is_file() else None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start}); mend or delete it") from error
     return render_card(recipe, current_evaluation(folder, recipe), existing)
 
 
@@ -136,7 +139,7 @@ def _results(evaluation: Evaluation) -> list[EvalResult]:
         place = {
             "task_type": "text-generation",
             "dataset_type": re.sub(r"[^\w.]+", "-", text.name.lower()).strip("-") or "text",
-            "dataset_name": text.name,
+            "dataset_name": one_line(text.name),
             "dataset_args": {"sha256": text.sha256, "windows": text.windows, "window_length": text.window_length},
         }
         metrics = {
@@ -177,7 +180,7 @@ def _body(recipe: dict[str, Any], evaluation: Evaluation | None) -> str:
     environment.filters |= {"code": code, "cell": cell, "percent": percent, "ppl": ppl, "basename": _basename}
     environment.globals |= {"with_error": with_error}
     options = recipe["options"]
-    return (
+    body = (
         environment.get_template("card.md.j2")
         .render(
             recipe=recipe,
@@ -194,6 +197,9 @@ def _body(recipe: dict[str, Any], evaluation: Evaluation | None) -> str:
         )
         .strip()
     )
+    for marker in (BEGIN, END):  # a prompt or a continuation may hold one
+        body = body.replace(marker, marker.replace("<!--", "<!-"))
+    return printable(body)
 
 
 def convert_command(recipe: dict[str, Any]) -> str:
