@@ -37,9 +37,10 @@ from latentfold.convert.layers import StreamedModel, attention_inputs
 from latentfold.convert.method import LayerCalibration
 from latentfold.convert.pipeline import prepare, score_ladders
 from latentfold.convert.plan import ConversionPlan
-from latentfold.convert.source import public_name
+from latentfold.convert.source import open_checkpoint, public_name
 from latentfold.convert.sweep import attention_weights
 from latentfold.eval.comparison import NOVEL_FRONT_MATTER, bundled_novel
+from latentfold.eval.models import max_positions
 from latentfold.eval.predictions import agreement, nll, position_buckets, score_tokens
 from latentfold.eval.provenance import provenance
 from latentfold.eval.texts import open_texts
@@ -58,7 +59,7 @@ class Row:
     slots: Tensor
     streams: list[Tensor] = field(default_factory=list)
     seconds: float = 0.0
-    predicted: list[float] = field(default_factory=list)
+    predicted: list[float | None] = field(default_factory=list)
 
 
 class FactorizedAttention(nn.Module):
@@ -126,7 +127,7 @@ def sweep(
                 start = time.perf_counter()
                 converted, frequencies = row.variant.convert(calibrated, row.slots, row.kv_rank)
                 row.seconds += time.perf_counter() - start
-                row.predicted.append(converted.predicted_error.get("output", float("nan")))
+                row.predicted.append(converted.predicted_error.get("output"))
                 layer.self_attn = FactorizedAttention(converted, frequencies)
                 row.streams = [layer(hidden, **kwargs[1][index]) for hidden in row.streams]
             layer.self_attn = original
@@ -189,7 +190,8 @@ def measure(
     sizes: list[tuple[int, int]],
     variants: list[Variant],
     *,
-    text: tuple[str, ...],
+    documents: list[Document],
+    skip: int,
     calibration: tuple[str, ...],
     on_manual: bool,
     seq_len: int,
@@ -197,36 +199,38 @@ def measure(
 ) -> dict:
     """All rows of one model."""
     started = time.perf_counter()
-    rows: list[Row] = []
+    plans = []
     for rope_dim, kv_rank in sizes:
         config = ConversionConfig(
             model, None, rope_dim=rope_dim, kv_rank=kv_rank, calibration=calibration, seq_len=seq_len
         )
         plan, tokenizer, calibrating = prepare(config)
-        if on_manual:
-            blocks = config.calibration_tokens // BLOCK
-            calibrating, testing = manual_blocks(tokenizer, plan.shape.vocab_size, blocks)
-        source = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
+        plans.append(plan)
+    if on_manual:
+        blocks = config.calibration_tokens // BLOCK
+        calibrating, testing = manual_blocks(tokenizer, plan.shape.vocab_size, blocks)
+        parts = {"manual, odd blocks": testing.tokens}
+    else:
+        parts = {
+            public_name(document.name): make_windows(
+                [document],
+                tokenizer,
+                length=seq_len,
+                count=windows,
+                purpose=f"{document.name}: evaluation",
+                vocab_size=plan.shape.vocab_size,
+                skip=skip,
+            ).tokens
+            for document in documents
+        }
+    rows: list[Row] = []
+    source = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
+    for (rope_dim, kv_rank), plan in zip(sizes, plans, strict=True):
         scores = score_ladders(source, plan, calibrating, config)
         found = plan.ladders[scores.index(min(scores))]
         for variant in variants:
             ladder = found if variant.searches_ladder else plan.ladders[0]
             rows.append(Row(variant, f"{rope_dim}+{kv_rank}", kv_rank, ladder.frequencies.to(source.device)))
-    if on_manual:
-        parts = {"manual, odd blocks": testing.tokens}
-    else:
-        parts = {
-            document.name: make_windows(
-                [document],
-                tokenizer,
-                length=seq_len,
-                count=windows,
-                purpose="evaluation",
-                vocab_size=plan.shape.vocab_size,
-                skip=0 if text else NOVEL_FRONT_MATTER,
-            ).tokens
-            for document in (open_texts(text) if text else [bundled_novel(), manual()])
-        }
     tokens = torch.cat(list(parts.values()))
     last = sweep(source, plan, config, calibrating.tokens, tokens, rows)
     counts = {name: len(part) for name, part in parts.items()}
@@ -255,24 +259,43 @@ def parse_sizes(text: str) -> list[tuple[int, int]]:
 @click.option("--calibration", multiple=True, metavar="FILE...", help="Texts to calibrate on; default: bundled.")
 @click.option("--manual", "on_manual", is_flag=True, help="Calibrate on the manual's even blocks, test on odd ones.")
 @click.option("--seq-len", type=int, default=4096, show_default=True, help="Tokens of a window.")
-@click.option("--windows", type=int, default=2, show_default=True, help="Evaluation windows of each text.")
+@click.option(
+    "--windows", type=click.IntRange(1), default=2, show_default=True, help="Evaluation windows of each text."
+)
 @click.option("--ablate", is_flag=True, help="Rows without each ingredient.")
 @click.option("--baselines", is_flag=True, help="Rows for other methods.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything to FILE.")
 @user_errors
 def main(
-    models: tuple[str, ...], sizes: str, ablate: bool, baselines: bool, json_file: str | None, **options: Any
+    models: tuple[str, ...],
+    sizes: str,
+    text: tuple[str, ...],
+    on_manual: bool,
+    ablate: bool,
+    baselines: bool,
+    json_file: str | None,
+    **options: Any,
 ) -> None:
     """Run the benchmark on MODELS, folders or Hub ids."""
     quiet_libraries()
     if json_file:
         check_writable("--json", json_file)
     chosen = parse_sizes(sizes)
+    if on_manual and (text or options["calibration"]):
+        raise click.UsageError("--manual: calibrates and tests on the manual; drop --text and --calibration")
+    documents = open_texts(text) if text else [bundled_novel(), manual()]
+    if len({public_name(document.name) for document in documents}) < len(documents):
+        raise InputError("--text: two of one name; expected names that tell the texts apart")
+    for model in models:  # before hours are spent on the first
+        limit = max_positions(open_checkpoint(model)) or BLOCK
+        if on_manual and limit < BLOCK:
+            raise InputError(f"--manual: blocks of {BLOCK} tokens; {model} takes at most {limit} positions")
     variants = list(VARIANTS.values()) if ablate else [VARIANTS["latentfold"]]
     variants += BASELINES.values() if baselines else ()
+    skip = 0 if text else NOVEL_FRONT_MATTER
     found = []
     for model in models:
-        found.append(measure(model, chosen, variants, **options))
+        found.append(measure(model, chosen, variants, documents=documents, skip=skip, on_manual=on_manual, **options))
         if json_file:
             Path(json_file).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         click.echo(f"{found[-1]['model']}\n\n{table(found[-1]['rows'])}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks import quality
 from benchmarks.quality import main
 from benchmarks.variants import BASELINES, VARIANTS
 from latentfold.convert import convert_checkpoint
@@ -33,6 +35,7 @@ def test_default_row_is_what_convert_writes(
     assert printed.exit_code == 0, printed.output
     rows = {row["method"]: row for row in json.loads(result.read_text())[0]["rows"]}
     assert set(rows) == set(VARIANTS) | set(BASELINES)
+    assert str(tmp_path) not in result.read_text() + printed.stdout and "NaN" not in result.read_text()
     options["calibration_tokens"] = 28672
     convert_checkpoint(source, str(tmp_path / "out"), kv_rank=8, rope_dim=4, **options)
     found = evaluate(source, str(tmp_path / "out"), text=[str(other)], seq_len=64, windows=2, progress=False)
@@ -41,6 +44,27 @@ def test_default_row_is_what_convert_writes(
     gaps = [next(iter(row["texts"].values()))["overall"]["gap"] for row in rows.values()]
     assert all(math.isfinite(gap) for gap in gaps) and len({round(gap, 6) for gap in gaps}) > 10
     assert rows["MHA2MLA, weights only (own words)"]["container"] == "simulated"
+
+
+def test_refusals_come_before_the_work(make_model: MakeModel, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "score_ladders", lambda *_: pytest.fail("began"))
+    source, text = str(make_model()), str(text_file)
+    again = text_file.parent / "again" / text_file.name
+    again.parent.mkdir()
+    again.write_text("Another text of the same name.")
+    command = [source, "--sizes", "4+8", "--calibration", text, "--seq-len", "64", "--text", text]
+    for arguments, message in (
+        ([*command, "--windows", "0"], "--windows"),
+        ([*command, "--text", str(again)], "two of one name"),
+        ([*command[:-1], str(again)], "evaluation text is too short"),
+        ([*command, "nowhere/at/all"], "nowhere/at/all: no such folder"),
+        ([*command, "--manual"], "drop --text and --calibration"),
+        ([source, "--sizes", "4+8", "--seq-len", "64", "--manual"], "at most 256 positions"),
+        ([*command, "--sizes", "4+"], "expected rope-dim \\+ kv-rank"),
+    ):
+        refused = CliRunner().invoke(main, arguments)
+        assert refused.exit_code == 2 and isinstance(refused.exception, SystemExit), message
+        assert re.search(message, refused.stderr), refused.stderr
 
 
 @pytest.mark.parametrize(
