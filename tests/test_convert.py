@@ -42,7 +42,7 @@ def test_every_shape_converts_reloads_generates(
     model = load(out)
     assert type(model) is DeepseekV3ForCausalLM
     assert result.recipe["cache_values"]["converted"] == 12
-    generated = model.generate(random_tokens(1), max_new_tokens=5, do_sample=False)
+    generated = model.generate(random_tokens(1), min_new_tokens=5, max_new_tokens=5, do_sample=False)
     assert generated.shape == (1, 29)
     cache = model(random_tokens(1), use_cache=True).past_key_values
     held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
