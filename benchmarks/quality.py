@@ -111,8 +111,7 @@ def sweep(
         observer = LayerCalibration(
             attention_weights(model, plan, index),
             model.inverse_frequencies.to(model.device),
-            windows=len(calibration),
-            length=calibration.shape[1],
+            calibration.shape,
             queries=config.queries,
             seed=config.seed,
         )

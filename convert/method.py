@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,14 +36,15 @@ class LayerCalibration:
 
     Args:
         weights: float32.  pairs: (n,) inverse frequencies.
-        windows, length: how many windows of how many tokens will come.
+        shape: how many windows of how many tokens will come.
         queries: sampled for the statistics in each window.
         seed: of the sampled positions.
     """
 
     def __init__(
-        self, weights: AttentionWeights, pairs: Tensor, *, windows: int, length: int, queries: int, seed: int
+        self, weights: AttentionWeights, pairs: Tensor, shape: Sequence[int], *, queries: int, seed: int
     ) -> None:
+        windows, length = shape
         self.weights, self.pairs, self.queries, self.seed = weights, pairs, queries, seed
         self.probe = AttentionProbe(weights, pairs)
         self.moments = LatentAccumulator(weights, length)

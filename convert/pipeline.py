@@ -271,8 +271,7 @@ def write_layers(
             super().__init__(
                 attention_weights(model, plan, index),
                 model.inverse_frequencies.to(model.device),
-                windows=len(windows.tokens),
-                length=windows.tokens.shape[1],
+                windows.tokens.shape,
                 queries=config.queries,
                 seed=config.seed,
             )

@@ -78,8 +78,7 @@ def survey(
         return LayerObserver(
             attention_weights(model, plan, index),
             model.inverse_frequencies.to(model.device),
-            windows=len(tokens),
-            length=tokens.shape[1],
+            tokens.shape,
             queries=config.queries,
             seed=config.seed,
         )

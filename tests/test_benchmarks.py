@@ -73,7 +73,7 @@ def test_refusals_come_before_the_work(make_model: MakeModel, text_file: Path, m
 def test_baselines_are_exact_at_full_size(name: str, kv_heads: int) -> None:
     """Every rotation kept and full rank: each is the identity where its slots can hold the model."""
     w = random_weights(kv_heads)
-    calibration = LayerCalibration(w, FREQUENCIES, windows=6, length=TOKENS, queries=16, seed=0)
+    calibration = LayerCalibration(w, FREQUENCIES, (6, TOKENS), queries=16, seed=0)
     for seed in range(6):
         x = random_inputs(100 + seed)
         calibration.add(seed, x, x, attention(w, FREQUENCIES, x))
