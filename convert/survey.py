@@ -22,8 +22,8 @@ WINDOWS = 3
 """Enough to rank sizes; a conversion itself uses every layer and all its windows."""
 CACHE_SHARES = (1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
 """Shares of the source's cache that `inspect --calibrate` tries."""
-HOPELESS = 0.35
-"""Expected error beyond which a conversion is not worth its time: a third of what attention says is lost."""
+HOPELESS = 0.3
+"""Expected error beyond which a conversion is not worth its time. SmolLM2-135M lost 0.18 nats at 0.08, 0.37 at 0.12."""
 
 
 @dataclass(frozen=True)
