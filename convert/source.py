@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from latentfold.convert.checkpoint import sha256
 from latentfold.convert.errors import InputError
 
 if TYPE_CHECKING:
@@ -232,8 +233,7 @@ def same_content(path: Path, remote: RepoFile) -> bool:
     if not path.is_file() or path.stat().st_size != remote.size:
         return False
     if remote.lfs is not None:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == remote.lfs.sha256
+        return sha256(path) == remote.lfs.sha256
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == remote.blob_id
 

@@ -31,6 +31,7 @@ from latentfold.eval.attention import AttentionErrors
 from latentfold.eval.cache import cache_by_context, cache_size
 from latentfold.eval.continuations import PROMPTS, check_prompts
 from latentfold.eval.continuations import continuations as continue_prompts
+from latentfold.eval.models import max_positions
 from latentfold.eval.predictions import (
     TokenScores,
     agreement,
@@ -154,7 +155,7 @@ def evaluate(
     a = open_checkpoint(original, revision=revision, token=token)
     b = open_checkpoint(converted, token=token)
     configs = [read_config(checkpoint) for checkpoint in (a, b)]
-    limits = [getattr(config.get_text_config(), "max_position_embeddings", DEFAULT_WINDOW) for config in configs]
+    limits = [max_positions(checkpoint) or DEFAULT_WINDOW for checkpoint in (a, b)]
     for option, length in (("--seq-len", seq_len), ("--contexts", max(contexts, default=None))):
         if length is not None and length > min(limits):
             name = (a, b)[limits.index(min(limits))].name
