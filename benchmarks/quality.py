@@ -38,7 +38,8 @@ from latentfold.convert.method import LayerCalibration
 from latentfold.convert.pipeline import prepare, score_ladders
 from latentfold.convert.plan import ConversionPlan
 from latentfold.convert.source import open_checkpoint, public_name
-from latentfold.convert.sweep import attention_weights
+from latentfold.convert.sweep import layer_attention
+from latentfold.convert.targets.deepseek import KIND
 from latentfold.eval.comparison import NOVEL_FRONT_MATTER, bundled_novel
 from latentfold.eval.models import max_positions
 from latentfold.eval.predictions import agreement, nll, position_buckets, score_tokens
@@ -109,8 +110,7 @@ def sweep(
         row.streams = list(streams[1])
     for index in tqdm(range(model.num_layers), desc="layers", unit="layer"):
         observer = LayerCalibration(
-            attention_weights(model, plan, index),
-            model.inverse_frequencies.to(model.device),
+            *layer_attention(model, plan, index),
             calibration.shape,
             queries=config.queries,
             seed=config.seed,
@@ -225,10 +225,11 @@ def measure(
     rows: list[Row] = []
     source = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
     for (rope_dim, kv_rank), plan in zip(sizes, plans, strict=True):
-        scores = score_ladders(source, plan, calibrating, config)
-        found = plan.ladders[scores.index(min(scores))]
+        scores = score_ladders(source, plan, calibrating, config)[KIND]
+        ladders = plan.target.ladders[KIND]
+        found = ladders[scores.index(min(scores))]
         for variant in variants:
-            ladder = found if variant.searches_ladder else plan.ladders[0]
+            ladder = found if variant.searches_ladder else ladders[0]
             rows.append(Row(variant, f"{rope_dim}+{kv_rank}", kv_rank, ladder.frequencies.to(source.device)))
     tokens = torch.cat(list(parts.values()))
     last = sweep(source, plan, config, calibrating.tokens, tokens, rows)

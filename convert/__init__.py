@@ -1,20 +1,33 @@
 """Convert MHA/GQA checkpoints to MLA: `convert_checkpoint(source, output)`, `inspect_model(name)`."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from latentfold.convert.errors import InputError
 
 if TYPE_CHECKING:
+    from latentfold.convert.absorb import enable_absorbed_decode
     from latentfold.convert.inspection import Inspection, inspect_model
     from latentfold.convert.pipeline import ConversionResult, convert_checkpoint
+    from latentfold.convert.targets.native import LatentfoldForCausalLM
 
-__all__ = ["ConversionResult", "InputError", "Inspection", "convert_checkpoint", "inspect_model"]
+__all__ = [
+    "ConversionResult",
+    "InputError",
+    "Inspection",
+    "LatentfoldForCausalLM",
+    "convert_checkpoint",
+    "enable_absorbed_decode",
+    "inspect_model",
+]
 
 _HOMES = {
     "ConversionResult": "pipeline",
     "convert_checkpoint": "pipeline",
     "Inspection": "inspection",
     "inspect_model": "inspection",
+    "enable_absorbed_decode": "absorb",
+    "LatentfoldForCausalLM": "targets.native",
 }
 
 
@@ -25,3 +38,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+if "transformers" in sys.modules:  # it shall know our class; where nobody uses it, it is not worth its import time
+    import latentfold.convert.targets.native  # noqa: F401

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from latentfold.convert.factorize import AttentionWeights, LatentStatistics
 from latentfold.convert.rope import RopeStatistics, complex_pair_moment
@@ -110,12 +110,10 @@ class AttentionProbe:
             seed: of the random directions g.
         """
         w, tokens = self.weights, torch.arange(x.shape[0], device=x.device)
-        queries = torch.einsum("hde,me->hmd", w.q, x[positions])
-        keys = torch.einsum("gde,te->tgd", w.k, x)
-        values = torch.einsum("gde,te->tgd", w.v, x)
+        queries, keys, values = w.queries(x[positions]), w.keys(x), w.values(x)
         rotated_keys = self._rotate(keys.transpose(0, 1), tokens)[w.group]  # (H, T, d)
-        scores = w.scale * self._rotate(queries, positions) @ rotated_keys.mT
-        scores.masked_fill_(tokens > positions[:, None], -torch.inf)
+        scores = w.capped(w.scale * self._rotate(queries, positions) @ rotated_keys.mT)
+        scores.masked_fill_(~w.visible(positions, tokens), -torch.inf)
         p = scores.softmax(-1)
         v = values.transpose(0, 1)[w.group]  # (H, T, d)
         o = p @ v  # (H, M, d)
@@ -177,16 +175,18 @@ def query_power(s: Sensitivity) -> Tensor:
 class LatentAccumulator:
     """Streams everything one layer's factorization needs, rope statistics included.
 
-    Moments live in y-space (stacked keys and values) or in x-space, whichever is smaller.
+    Moments live in y-space (stacked keys and values) or in x-space, whichever is smaller; keys that went through a
+    norm are no map of x. Biases stay outside: softmax does not feel a constant in the keys that do not rotate.
     """
 
     def __init__(self, weights: AttentionWeights, length: int, budget: int = MOMENT_BUDGET) -> None:
-        heads, head_dim, hidden = weights.q.shape
+        heads, head_dim, width = weights.q.shape
+        hidden = width - weights.has_bias
         kv_heads = weights.k.shape[0]
         device = weights.q.device
         size = kv_heads * head_dim
         self.weights = weights
-        self.in_y = 2 * size <= hidden
+        self.in_y = weights.has_norm or 2 * size <= hidden
         width = 2 * size if self.in_y else hidden
         pools = choose_pools(heads, kv_heads, width, budget)
         self.pool = torch.tensor(pools, device=device)
@@ -205,7 +205,10 @@ class LatentAccumulator:
     def add(self, x: Tensor, s: Sensitivity) -> None:
         """Accumulate one sequence: its input x (T, D) and the layer's sensitivity to it."""
         self.rope.add(s)
-        y = torch.cat([s.keys.flatten(1), s.values.flatten(1)], dim=1) if self.in_y else x
+        y = x
+        if self.in_y:
+            keys = s.keys if self.weights.has_norm or not self.weights.has_bias else s.keys - self.weights.k[..., -1]
+            y = torch.cat([keys.flatten(1), s.values.flatten(1)], dim=1)
         self.moment += (y.T @ y).to(torch.float64)
         self.tokens += y.shape[0]
         u = s.influence @ y  # (H, M, E)
@@ -223,16 +226,19 @@ class LatentAccumulator:
     def result(self) -> tuple[RopeStatistics, LatentStatistics]:
         """What `rope.fit_slots` and `factorize.factorize` need."""
         w, samples = self.weights, self.rope.samples
-        keys, values = w.k.to(torch.float64), w.v.to(torch.float64)
-        kv_heads, head_dim, hidden = keys.shape
-        size = kv_heads * head_dim
+        kv_heads, head_dim, _ = w.k.shape
+        size, hidden = kv_heads * head_dim, w.k.shape[-1] - w.has_bias
+        maps = torch.cat([w.k, w.v]).flatten(0, 1)[:, :hidden].to(torch.float64)  # (2Gd, D), without biases
         if self.in_y:
-            projection = torch.cat([keys.flatten(0, 1), values.flatten(0, 1)])
-            eye = torch.eye(2 * size, dtype=torch.float64, device=keys.device)
-            key_map, value_map = eye[:size], eye[size:]
+            projection = maps
+            maps = torch.eye(2 * size, dtype=torch.float64, device=maps.device)
         else:
-            projection = torch.eye(hidden, dtype=torch.float64, device=keys.device)
-            key_map, value_map = keys.flatten(0, 1), values.flatten(0, 1)
+            projection = torch.eye(hidden, dtype=torch.float64, device=maps.device)
+        if w.has_norm:
+            projection = maps
+        elif w.has_bias:
+            projection = nn.functional.pad(projection, (0, 1))
+        key_map, value_map = maps.split(size)
         members = torch.bincount(self.pool).to(torch.float64)  # heads in each pool
         shared = self.overlap.diagonal().sqrt().clamp_min(1e-300)
         size_of_u = self.key_moment.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-300)

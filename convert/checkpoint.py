@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PARTIAL = ".latentfold-partial"
 JOURNAL = "journal.json"
-DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 class CheckpointWriter:

@@ -10,7 +10,9 @@ import torch
 from latentfold.convert.errors import InputError
 
 DEFAULT_WINDOW = 4096
-OUTPUT_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+PORTABLE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+OUTPUT_DTYPES = PORTABLE_DTYPES | {"float16": torch.float16}
+TARGETS = ("auto", "deepseek", "native")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ class ConversionConfig:
         queries: query positions looked at in each window.
         seed: of the sampled positions.
         device: torch device, or "auto".
-        dtype: "bfloat16", "float32", or "auto" (the source's; float16 becomes bfloat16).
+        target: "deepseek" (the stock class that every engine loads), "native" (our own class, for what that one
+            cannot hold), or "auto": the first wherever it fits.
+        dtype: "bfloat16", "float32", or "auto" (the source's; float16 becomes bfloat16); "float16" for "native".
         max_shard_size: as in transformers, "5GB".
         stream: keep no copy of a Hub source: fetch its shards when they are needed and delete them (slower).
         overwrite: replace what `output` holds, once the new checkpoint is complete.
@@ -54,6 +58,7 @@ class ConversionConfig:
     queries: int = 128
     seed: int = 0
     device: str = "auto"
+    target: str = "auto"
     dtype: str = "auto"
     max_shard_size: str = "5GB"
     stream: bool = False
@@ -61,10 +66,12 @@ class ConversionConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        if self.dtype == "float16":
+        if self.target not in TARGETS:
+            raise InputError(f"--target {self.target}: expected {', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
+        if self.dtype == "float16" and self.target != "native":
             raise InputError(
                 "--dtype float16: the latent norm is made neutral with values float16 cannot hold; "
-                "use bfloat16 or float32"
+                "use bfloat16 or float32, or --target native"
             )
         if self.dtype not in {"auto", *OUTPUT_DTYPES}:
             raise InputError(f"--dtype {self.dtype}: expected auto, bfloat16 or float32")

@@ -4,10 +4,12 @@ Shape legend
     D  hidden size    H  query heads    G  KV heads    d  head size    S  rope slots    r  kv_lora_rank
     E  the space in which moments are kept: either y = [k_1..k_G; v_1..v_G] (E = 2Gd) or x itself (E = D)
     P  pools: heads that share one set of moments (P = H, G or 1, whatever memory allows)
+    X  what the projections read: x itself (X = D), or [x; 1] where they have biases (X = D + 1, the bias last)
+    Z  what the latent's map reads: X, or y where a norm stands between x and the keys (Z = 2Gd)
 
 Keys and values are linear maps of the E-space, k_g = K_g s and v_g = V_g s. The latent is c = A s; each query head h
-reads B^K_h c and B^V_h c. Both errors are measured in what they do to the attention output, so K and V need no
-balance between them:
+reads B^K_h c and B^V_h c. A constant in the keys is left out of both: only slot keys need it. Both errors are measured
+in what they do to the attention output, so K and V need no balance between them:
 
     sum_h scale^2 tr(Q_h D_h N_h D_h^T)  +  sum_h tr(W_O,h^T W_O,h E_h[(v - B^V_h c)(v - B^V_h c)^T])
 
@@ -21,7 +23,8 @@ this project's (docs/method.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +34,36 @@ from latentfold.convert.rope import SlotFit, constant_keys, slot_keys, slot_quer
 
 
 @dataclass(frozen=True)
-class AttentionWeights:
-    """One attention layer, head by head. q, k: rotate-half layout.
+class HeadNorm:
+    """RMSNorm of queries or keys.
 
     Attributes:
-        q: (H, d, D).  k: (G, d, D).  v: (G, d, D).  o: (H, D, d).
+        gain: (d,) for each head alone, or (heads, d) for all heads as one vector.
+    """
+
+    gain: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(.., heads, d) -> the same shape."""
+        return self.gain * x * torch.rsqrt(x.square().mean(tuple(range(-self.gain.dim(), 0)), keepdim=True) + self.eps)
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """One attention layer, head by head: all that a family's attention is, whatever it is called there.
+
+    q, k are in rotate-half layout; a layer that rotates part of a head has pairs of frequency 0. A bias of the values
+    is a constant of the output, since attention weights sum to one: it is part of `o_bias`.
+
+    Attributes:
+        q: (H, d, X).  k: (G, d, X).  v: (G, d, X).  o: (H, D, d).
         scale: softmax scale.
+        has_bias: the projections read [x; 1]: X = D + 1.
+        o_bias: (D,) or None.
+        q_norm, k_norm: what projected queries and keys go through before they rotate.
+        softcap: scores become softcap * tanh(score / softcap).
+        window: how many tokens a query sees, its own included; None: all.
     """
 
     q: Tensor
@@ -44,11 +71,60 @@ class AttentionWeights:
     v: Tensor
     o: Tensor
     scale: float
+    has_bias: bool = False
+    o_bias: Tensor | None = None
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+    softcap: float | None = None
+    window: int | None = None
 
     def to(self, dtype: torch.dtype) -> AttentionWeights:
         """The same in another dtype."""
-        q, k, v, o = (part.to(dtype) for part in (self.q, self.k, self.v, self.o))
-        return AttentionWeights(q, k, v, o, self.scale)
+        parts: dict[str, Any] = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "o")}
+        if self.o_bias is not None:
+            parts["o_bias"] = self.o_bias.to(dtype)
+        for name in ("q_norm", "k_norm"):
+            if norm := getattr(self, name):
+                parts[name] = replace(norm, gain=norm.gain.to(dtype))
+        return replace(self, **parts)
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether keys are something else than a linear map of what is read."""
+        return self.q_norm is not None or self.k_norm is not None
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """What the projections read: (.., D) -> (.., X)."""
+        return nn.functional.pad(x, (0, 1), value=1.0) if self.has_bias else x
+
+    def queries(self, x: Tensor) -> Tensor:
+        """(M, D) -> (H, M, d), before rotation."""
+        queries = torch.einsum("hde,me->hmd", self.q, self.inputs(x))
+        return queries if self.q_norm is None else self.q_norm(queries.transpose(0, 1)).transpose(0, 1)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """(T, D) -> (T, G, d), before rotation."""
+        keys = torch.einsum("gde,te->tgd", self.k, self.inputs(x))
+        return keys if self.k_norm is None else self.k_norm(keys)
+
+    def values(self, x: Tensor) -> Tensor:
+        """(T, D) -> (T, G, d)."""
+        return torch.einsum("gde,te->tgd", self.v, self.inputs(x))
+
+    def latent_inputs(self, x: Tensor) -> Tensor:
+        """What the latent's map reads: (T, D) -> (T, Z)."""
+        if not self.has_norm:
+            return self.inputs(x)
+        return torch.cat([self.keys(x).flatten(1), self.values(x).flatten(1)], dim=1)
+
+    def visible(self, queries: Tensor, tokens: Tensor) -> Tensor:
+        """(M, T), True where the query at a position sees the token at another."""
+        seen = tokens <= queries[:, None]
+        return seen if self.window is None else seen & (tokens > queries[:, None] - self.window)
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Scores as the softmax gets them."""
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     @property
     def group(self) -> Tensor:
@@ -63,7 +139,7 @@ class LatentStatistics:
 
     Attributes:
         keys: (G, d, E) and values (G, d, E): linear maps from the E-space.
-        projection: (E, D), the E-space vector of an input x.
+        projection: (E, Z), the E-space vector of what the latent's map reads.
         pool: (H,) pool of each head.
         key_moment: (P, E, E), N: how errors of a key's map reach the output, normalized to trace 1.
         value_moment: (P, E, E): of the attention-averaged vector, which is what W_O receives.
@@ -90,12 +166,13 @@ class LatentAttention:
     """A layer factorized to MLA, in float64, in no target's particular layout.
 
     Attributes:
-        latent: (r, D) rows of the down projection.
-        rope_key: (S, D) complex rows of the shared rotating key.
-        q_nope: (H, d, D).  q_rope: (H, S, D) complex.
+        latent: (r, Z) rows of the down projection.
+        rope_key: (S, Z) complex rows of the shared rotating key.
+        q_nope: (H, d, X).  q_rope: (H, S, X) complex. With q/k-norm maps of each head's normed query: X = d.
         k_up: (H, d, r).  v_up: (H, d, r).
         o: (H, D, d).
         scale: softmax scale that the target has to apply.
+        source: the layer it was made from, for what stays as it was.
         predicted_error: relative squared error of the attention output expected from the statistics, split into
             `rope`, `key` and `value`; `refit.refit_output` adds `output`, found on samples left out.
     """
@@ -108,6 +185,7 @@ class LatentAttention:
     v_up: Tensor
     o: Tensor
     scale: float
+    source: AttentionWeights
     predicted_error: dict[str, float]
 
 
@@ -191,15 +269,20 @@ def factorize(
     key_error = weights.scale**2 * error(still - k_up @ rows, stats.query_moment, stats.key_moment)
     value_error = error(own_values - v_up @ rows, weights.o.mT @ weights.o, stats.value_moment)
     power = max(stats.output_power, 1e-300)
+    queries = weights.q
+    if weights.has_norm:
+        heads, size, _ = queries.shape
+        queries = torch.eye(size, dtype=queries.dtype, device=queries.device).expand(heads, -1, -1)
     return LatentAttention(
         latent=rows @ stats.projection,
-        rope_key=slot_keys(fit, stats.keys) @ stats.projection.to(torch.complex128),
-        q_nope=weights.q,
-        q_rope=slot_queries(fit, weights.q),
+        rope_key=slot_keys(fit, stats.keys if weights.has_norm else weights.k),
+        q_nope=queries,
+        q_rope=slot_queries(fit, queries),
         k_up=k_up,
         v_up=v_up,
         o=weights.o,
         scale=weights.scale,
+        source=weights,
         predicted_error={
             "rope": 0.5 * weights.scale**2 * fit.rotating_error / power,
             "key": key_error / power,
@@ -219,29 +302,40 @@ def head_outputs(layer: LatentAttention, frequencies: Tensor, x: Tensor, positio
         (M, H, d).
     """
     dtype, rotating = x.dtype, torch.promote_types(x.dtype, torch.complex64)
-    latent = x @ layer.latent.to(dtype).T  # (T, r)
+    source = layer.source.to(dtype)
+    inputs = source.latent_inputs(x)  # (T, Z)
+    latent = inputs @ layer.latent.to(dtype).T  # (T, r)
     tokens = torch.arange(len(x), device=x.device)
     phase = tokens.to(torch.float64)[:, None] * frequencies.to(x.device, torch.float64)
     turns = torch.polar(torch.ones_like(phase), phase).to(rotating)  # (T, S)
-    z = (x.to(rotating) @ layer.rope_key.to(rotating).T) * turns
+    z = (inputs.to(rotating) @ layer.rope_key.to(rotating).T) * turns
     where = slice(None) if positions is None else positions
-    queries = x[where]
-    q_rope = torch.einsum("hsd,md->hms", layer.q_rope.to(rotating), queries.to(rotating)) * turns[where]
-    q_nope = torch.einsum("hed,md->hme", layer.q_nope.to(dtype), queries)
+    queries = source.queries(x[where]) if source.has_norm else source.inputs(x[where])[None]  # (H or 1, M, X)
+    q_rope = queries.to(rotating) @ layer.q_rope.to(rotating).mT * turns[where]
+    q_nope = queries @ layer.q_nope.to(dtype).mT
     k_nope = torch.einsum("her,tr->hte", layer.k_up.to(dtype), latent)
     k_rope = torch.cat([z.real, z.imag], dim=-1).expand(len(k_nope), -1, -1)
     values = torch.einsum("her,tr->hte", layer.v_up.to(dtype), latent)
     query = torch.cat([q_nope, q_rope.real, q_rope.imag], dim=-1)
     key = torch.cat([k_nope, k_rope], dim=-1)
     size = values.shape[-1]
+    partial = positions is not None or source.window is not None
+    visible = source.visible(tokens[where], tokens) if partial else None
+    if source.softcap is not None:
+        seen = source.visible(tokens[where], tokens)
+        heads = [
+            source.capped(layer.scale * q @ k.T).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+            for q, k, v in zip(query, key, values, strict=True)
+        ]
+        return torch.stack(heads, dim=1)
     # torch's fused CPU kernel wants heads of one size and four dimensions
     padded = nn.functional.pad(values, (0, key.shape[-1] - size))
     out = nn.functional.scaled_dot_product_attention(
         query[None],
         key[None],
         padded[None],
-        attn_mask=None if positions is None else tokens <= positions[:, None],
-        is_causal=positions is None,
+        attn_mask=visible,
+        is_causal=visible is None,
         scale=layer.scale,
     )
     return out[0, :, :, :size].transpose(0, 1)
@@ -250,4 +344,5 @@ def head_outputs(layer: LatentAttention, frequencies: Tensor, x: Tensor, positio
 def latent_attention(layer: LatentAttention, frequencies: Tensor, x: Tensor) -> Tensor:
     """The factorized layer's attention output in float64: x (T, D) -> (T, D)."""
     heads = head_outputs(layer, frequencies, x.to(torch.float64))
-    return torch.einsum("hde,the->td", layer.o, heads)
+    out = torch.einsum("hde,the->td", layer.o, heads)
+    return out if layer.source.o_bias is None else out + layer.source.o_bias

@@ -6,8 +6,10 @@ transformers' own: a dry forward pass with the layers replaced by recorders show
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -15,6 +17,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -23,12 +32,14 @@ from latentfold.convert.source import TensorHeader
 
 
 class TensorReader(Protocol):
-    """Anything that gives tensors by name, as `source.Checkpoint` does."""
+    """Anything that gives tensors by name, as `source.Checkpoint` does; `headers` has the names that are known."""
+
+    headers: Mapping[str, Any]
 
     def tensor(self, name: str) -> Tensor: ...
 
 
-ATTENTION = "latentfold_sdpa"
+ATTENTION = "latentfold"
 
 
 @dataclass(frozen=True)
@@ -72,10 +83,26 @@ def _equal_heads_sdpa(
         groups = query.shape[1] // key.shape[1]
         keys, values = (part.repeat_interleave(groups, dim=1) for part in (key, value))
         _watched[module].append(Heads(query, keys, values, attention_mask, kwargs["scaling"]))
+    if kwargs.get("softcap") is not None:
+        return _capped_attention(query, key, value, attention_mask, **kwargs)
     size = value.shape[-1]
     padded = nn.functional.pad(value, (0, query.shape[-1] - size)) if size < query.shape[-1] else value
     output, weights = sdpa_attention_forward(module, query, key, padded, attention_mask, **kwargs)
     return output[..., :size], weights
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Scores that saturate, which no fused kernel of torch knows: head by head, to hold one head's scores at a time."""
+    groups = query.shape[1] // key.shape[1]
+    tokens = torch.arange(query.shape[2], device=query.device)
+    seen = tokens <= tokens[:, None] if attention_mask is None else attention_mask[:, 0]
+    cap, outputs = kwargs["softcap"], []
+    for h in range(query.shape[1]):
+        scores = cap * torch.tanh(kwargs["scaling"] * query[:, h] @ key[:, h // groups].mT / cap)
+        outputs.append(scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1) @ value[:, h // groups])
+    return torch.stack(outputs, dim=2), None
 
 
 AttentionInterface.register(ATTENTION, _equal_heads_sdpa)
@@ -83,19 +110,22 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class _Recorder(nn.Module):
-    """Stands in for a layer: notes the keyword arguments, hands the hidden states on unchanged."""
+    """Stands in for a layer: notes what it is called with; hands the hidden states on unchanged, or `output`."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, output: Tensor | None = None) -> None:
         super().__init__()
+        self.hidden: Tensor | None = None
         self.kwargs: dict[str, Any] = {}
+        self.output = output
+        self.names = list(inspect.signature(layer.forward).parameters)[1:]
         # models choose a mask by attributes of the layer (attention_type, layer_idx)
         for name, value in vars(layer).items():
             if not name.startswith("_") and isinstance(value, (str, int)):
                 setattr(self, name, value)
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        self.kwargs = kwargs
-        return hidden_states
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.hidden, self.kwargs = hidden_states, dict(zip(self.names, args, strict=False)) | kwargs
+        return hidden_states if self.output is None else self.output
 
 
 class StreamedModel:
@@ -106,6 +136,13 @@ class StreamedModel:
         config: the model's transformers config.
         dtype: compute dtype.
         device: compute device.
+
+    Attributes:
+        decoder: the module that holds the layers.
+        layers_name: the layers' name within the model, such as `model.layers`.
+        tied: tensors that are stored under another's name, and that name.
+        stored: each tensor's name, or the names of its parts (a mixture's experts), in a checkpoint.
+        shapes: name and shape of every tensor that a checkpoint of this model holds.
     """
 
     def __init__(
@@ -116,19 +153,71 @@ class StreamedModel:
             self.model: Any = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION, dtype=dtype
             ).eval()
-        if not hasattr(getattr(self.model, "model", None), "rotary_emb"):
-            raise InputError(f"model type {config.model_type!r}: expected a decoder with rotary embeddings")
-        self.decoder = self.model.model
-        self.decoder.rotary_emb = type(self.decoder.rotary_emb)(config=config).to(device)
+        self.tied: dict[str, str] = dict(self.model.all_tied_weights_keys)
+        self.layers_name, self._layers = find_layers(self.model)
+        holder, _, self._attribute = self.layers_name.rpartition(".")
+        self.decoder: Any = self.model.get_submodule(holder)
+        conversions = get_model_conversion_mapping(self.model, add_legacy=False)
+        self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        self._converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        self._prefix = self._missing_prefix()
+        self.stored: dict[str, list[str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, tensor in self.model.state_dict().items():
+            if name not in self.tied:
+                found = revert_weight_conversion(self.model, {name: tensor}) if conversions else {name: tensor}
+                parts = {part.removeprefix(self._prefix): tuple(t.shape) for part, t in found.items()}
+                self.stored[name] = list(parts)
+                self.shapes |= parts
+        self._fill_buffers()
+
+    def _missing_prefix(self) -> str:
+        """What the checkpoint's names lack where it was written from the decoder alone, without a head (GPT-2)."""
+        prefix = self.model.base_model_prefix + "."
+        names = self.checkpoint.headers
+        return prefix if names and not any(name.startswith(prefix) for name in names) else ""
+
+    def _fill_buffers(self) -> None:
+        """What no checkpoint holds (rotary frequencies, embedding scales) is computed, as from_pretrained does."""
+        for module in self.model.modules():
+            names = module._non_persistent_buffers_set
+            for name in names:
+                module._buffers[name] = torch.empty_like(module._buffers[name], device=self.device)
+            if names:
+                self.model._init_weights(module)
 
     @property
     def num_layers(self) -> int:
-        return len(self.decoder.layers)
+        return len(self._layers)
 
     @property
     def inverse_frequencies(self) -> Tensor:
-        """(n,) the model's own inverse frequencies, any scaling included, in float64."""
-        return self.decoder.rotary_emb.inv_freq.to("cpu", torch.float64)
+        """(n,) the model's own inverse frequencies, any scaling included, in float64; where all layers share them."""
+        return self.rotation(0)[0]
+
+    def rotation(self, index: int) -> tuple[Tensor, float]:
+        """A layer's inverse frequencies (n,) in float64, any scaling included, and its factor on cos and sin."""
+        rotary = getattr(self.decoder, "rotary_emb", None)
+        if rotary is None:
+            return torch.zeros(0, dtype=torch.float64), 1.0
+        kind = "" if hasattr(rotary, "inv_freq") else f"{self.config.layer_types[index]}_"
+        frequencies = getattr(rotary, f"{kind}inv_freq").to("cpu", torch.float64)
+        return frequencies, float(getattr(rotary, f"{kind}attention_scaling"))
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the model from the checkpoint's, as from_pretrained puts it together."""
+        converter = None
+        for part in self.stored[name]:
+            target, pattern = rename_source_key(self._prefix + part, self._renamings, self._converters)
+            if pattern is None:
+                return self.checkpoint.tensor(part)
+            if converter is None:
+                converter = copy.deepcopy(next(c for c in self._converters if pattern in c.source_patterns))
+            tensor: Any = self.checkpoint.tensor(part)
+            converter.add_tensor(target, part, pattern, tensor)
+        assert converter is not None
+        found = converter.convert(name, model=self.model, config=self.config)[name]
+        return found[0] if isinstance(found, list) else found
 
     def check_headers(self, headers: Mapping[str, TensorHeader]) -> None:
         """Compare the tensors that will be read with the files' headers, before the first is.
@@ -145,13 +234,12 @@ class StreamedModel:
                 )
 
     def _load(self, module: nn.Module, prefix: str) -> None:
-        state = {
-            name: self.checkpoint.tensor(prefix + name).to(self.device, self.dtype) for name in module.state_dict()
-        }
+        names = {name: self.tied.get(prefix + name, prefix + name) for name in module.state_dict()}
+        state = {name: self.tensor(own).to(self.device, self.dtype) for name, own in names.items()}
         for name, meta in module.state_dict().items():
             if state[name].shape != meta.shape:
                 raise InputError(
-                    f"tensor {prefix + name}: expected shape {list(meta.shape)}, as config.json says, "
+                    f"tensor {self.stored[names[name]][0]}: expected shape {list(meta.shape)}, as config.json says, "
                     f"found {list(state[name].shape)}"
                 )
         module.load_state_dict(state, strict=True, assign=True)
@@ -163,13 +251,28 @@ class StreamedModel:
         try:
             yield module
         finally:
-            module.to("meta")
+            empty = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
+            module.load_state_dict(empty, strict=True, assign=True)
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
         """Decoder layer `index` with its weights, for the length of the block."""
-        with self.loaded(self.decoder.layers[index], f"model.layers.{index}.") as module:
+        with self.loaded(self._layers[index], f"{self.layers_name}.{index}.") as module:
             yield module
+
+    @contextmanager
+    def _outside(self, recorders: list[_Recorder], root: nn.Module, unused: nn.Module | None = None) -> Iterator[None]:
+        """`recorders` in place of the layers, and weights in everything else within `root` but in `unused`."""
+        setattr(self.decoder, self._attribute, nn.ModuleList(recorders))
+        within = set(root.modules()) - {unused}
+        try:
+            with ExitStack() as stack:
+                for name, module in self.model.named_modules():
+                    if module in within and module._parameters:
+                        stack.enter_context(self.loaded(module, name + "."))
+                yield
+        finally:
+            setattr(self.decoder, self._attribute, self._layers)
 
     @torch.no_grad()
     def begin(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, list[dict[str, Any]]]:
@@ -177,26 +280,30 @@ class StreamedModel:
 
         The arguments depend on B and T only, so those of one batch serve all batches of that shape.
         """
-        layers = self.decoder.layers
-        recorders = [_Recorder(layer) for layer in layers]
-        norm = self.decoder.norm
-        self.decoder.layers, self.decoder.norm = nn.ModuleList(recorders), nn.Identity()
-        try:
-            with self.loaded(self.decoder.embed_tokens, "model.embed_tokens."):
-                out = self.decoder(input_ids=tokens.to(self.device), cache=cache, use_cache=cache is not None)
-        finally:
-            self.decoder.layers, self.decoder.norm = layers, norm
-        return out.last_hidden_state, [recorder.kwargs for recorder in recorders]
+        recorders = [_Recorder(layer) for layer in self._layers]
+        with self._outside(recorders, self.decoder):
+            self.decoder(input_ids=tokens.to(self.device), cache=cache, use_cache=cache is not None)
+        first = recorders[0].hidden
+        assert first is not None
+        return first, [recorder.kwargs for recorder in recorders]
 
     @contextmanager
     def head(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """A function from last hidden states (.., D) to logits (.., V), for the length of the block."""
-        tied = self.config.tie_word_embeddings
-        with (
-            self.loaded(self.decoder.norm, "model.norm.") as norm,
-            self.loaded(self.model.lm_head, "model.embed_tokens." if tied else "lm_head.") as lm_head,
-        ):
-            yield lambda hidden: lm_head(norm(hidden))
+        """A function from last hidden states (.., D) to logits (.., V), for the length of the block.
+
+        It is the model's own forward pass with layers that all hand on the same, so that whatever a family does to
+        its logits is done.
+        """
+        recorders = [_Recorder(layer) for layer in self._layers]
+
+        def logits(hidden: Tensor) -> Tensor:
+            rows = hidden.reshape(1, -1, hidden.shape[-1])
+            recorders[-1].output = rows
+            found = self.model(inputs_embeds=rows[:, :1], use_cache=False).logits
+            return found.reshape(*hidden.shape[:-1], -1)
+
+        with self._outside(recorders, self.model, unused=self.model.get_input_embeddings()):
+            yield logits
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -209,6 +316,24 @@ class StreamedModel:
             return head(hidden)
 
 
+def find_layers(model: Any) -> tuple[str, nn.ModuleList]:
+    """The decoder layers of a transformers model, and their name within it.
+
+    Raises:
+        InputError: it has no list of as many layers as its config says.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise InputError(f"model type {model.config.model_type!r}: expected a decoder with {count} layers in a list")
+
+
+def attention_of(layer: nn.Module) -> nn.Module:
+    """A decoder layer's attention module, whatever its family calls it."""
+    return next(module for module in layer.children() if "Attention" in type(module).__name__)
+
+
 @torch.no_grad()
 def attention_inputs(layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Run one layer: its output, attention's normed input x, and attention's output, all (B, T, D)."""
@@ -218,8 +343,7 @@ def attention_inputs(layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -
         seen.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
         seen.append(output[0])
 
-    attention: nn.Module = layer.self_attn  # type: ignore[assignment]
-    handle = attention.register_forward_hook(note, with_kwargs=True)
+    handle = attention_of(layer).register_forward_hook(note, with_kwargs=True)
     try:
         output = layer(hidden, **kwargs)
     finally:

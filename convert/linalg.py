@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 
-def square_roots(moment: Tensor, tolerance: float = 1e-12) -> tuple[Tensor, Tensor]:
-    """R with R R^T = moment and its pseudo-inverse, (E, e) and (e, E); directions below `tolerance` are dropped."""
+def square_roots(moment: Tensor, floor: float = 1e-8) -> tuple[Tensor, Tensor]:
+    """R (E, E) with R R^T = moment, and its inverse.
+
+    No direction counts less than `floor` times the average one: data that never went there does not make it free.
+    """
     values, vectors = torch.linalg.eigh(moment)
-    kept = values > tolerance * values[-1].clamp_min(1e-300)
-    root = values[kept].sqrt()
-    return vectors[:, kept] * root, (vectors[:, kept] / root).mH
+    root = values.clamp_min(floor * values.mean().clamp_min(1e-300)).sqrt()
+    return vectors * root, (vectors / root).mH
 
 
 def metric_root(metric: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ factorizes it and writes it. Both run the *original* layers, so no layer is cali
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from latentfold.convert.rope import fit_slots
 from latentfold.convert.source import Checkpoint, copy_legal_files, download, open_checkpoint, with_headers
 from latentfold.convert.stream import stream
 from latentfold.convert.survey import SizeEstimate, survey, usual_sizes
-from latentfold.convert.sweep import attention_weights, observe
-from latentfold.convert.targets import deepseek
+from latentfold.convert.sweep import layer_attention, observe
+from latentfold.convert.targets.target import Copied, Ladder
 from latentfold.convert.verify import RELOAD_TOLERANCE, MemoryTarget, probe_record, reload_difference
 
 LADDER_TOKENS = 8192
@@ -170,8 +171,8 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
         sizes = _interrupted_sizes(config)
         if sizes is None:
             estimates = survey(model, plan, windows, config, candidates)
-            best = min(estimates, key=lambda size: size.expected_error)
-            sizes = best.kv_rank, best.rope_dim
+            cheapest = min(estimates, key=lambda size: size.expected_error)
+            sizes = cheapest.kv_rank, cheapest.rope_dim
         if sizes in candidates:  # else the writer refuses an interrupted run of other options
             divided = replace(config, kv_rank=sizes[0], rope_dim=sizes[1], cache_values=None, cache_ratio=None)
             plan = make_plan(divided, plan.checkpoint)
@@ -185,16 +186,16 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
         writer.write("split", {}, [asdict(size) for size in estimates])
     if not writer.done("ladder"):
         scores = score_ladders(model, plan, windows, config)
-        writer.write("ladder", {}, {"chosen": scores.index(min(scores)), "scores": scores})
-    choice = writer.records["ladder"]
-    ladder = plan.ladders[choice["chosen"]]
+        best = {kind: found.index(min(found)) for kind, found in scores.items()}
+        writer.write("ladder", {}, {"chosen": best, "scores": scores})
+    chosen = {kind: plan.target.ladders[kind][i] for kind, i in writer.records["ladder"]["chosen"].items()}
     if not writer.done("outer"):
-        writer.write("outer", outer_tensors(plan))
-    target = MemoryTarget(config, plan, ladder, writer)
-    write_layers(model, plan, ladder, windows, config, writer, target)
+        writer.write("outer", _copies(plan, plan.target.outer()))
+    target = MemoryTarget(config, plan, chosen, writer)
+    write_layers(model, plan, chosen, windows, config, writer, target)
     logits = target.logits()
-    recipe = finished_recipe(recipe, plan, ladder, writer)
-    write_small_files(plan, ladder, tokenizer, writer.folder)
+    recipe = finished_recipe(recipe, plan, chosen, writer)
+    write_small_files(plan, chosen, tokenizer, writer.folder)
     copy_legal_files(plan.checkpoint.folder, writer.folder)
     writer.write_index()
     difference = reload_difference(writer.folder, target.tokens, logits, config.torch_device)
@@ -220,18 +221,23 @@ def _interrupted_sizes(config: ConversionConfig) -> tuple[int, int] | None:
 
 def score_ladders(
     model: StreamedModel, plan: ConversionPlan, windows: Windows, config: ConversionConfig
-) -> list[float]:
-    """Expected relative error of the attention output from rotation, mean over layers, for each candidate ladder."""
+) -> dict[str, list[float]]:
+    """Expected relative error of the attention output from rotation for each candidate ladder of each kind of layer.
+
+    Of a kind's layers it is the sum, divided by the number of all layers.
+    """
     tokens = windows.tokens[: max(1, LADDER_TOKENS // windows.tokens.shape[1])]
-    frequencies = [ladder.frequencies.to(model.device) for ladder in plan.ladders]
-    totals = [0.0] * len(frequencies)
+    target = plan.target
+    frequencies = {k: [ladder.frequencies.to(model.device) for ladder in found] for k, found in target.ladders.items()}
+    totals = {kind: [0.0] * len(found) for kind, found in frequencies.items()}
     shape = plan.shape
 
     class LadderObserver:
         def __init__(self, index: int) -> None:
-            weights = attention_weights(model, plan, index)
+            self.kind = target.kinds[index]
+            weights, self.pairs = layer_attention(model, plan, index)
             self.scale = weights.scale
-            self.probe = AttentionProbe(weights, model.inverse_frequencies.to(model.device))
+            self.probe = AttentionProbe(weights, self.pairs)
             self.rope = RopeAccumulator(
                 shape.num_heads, shape.num_kv_heads, shape.head_dim, tokens.shape[1], model.device
             )
@@ -245,9 +251,9 @@ def score_ladders(
         def finish(self) -> None:
             stats = self.rope.result()
             unit = 0.5 * self.scale**2 * self.rope.samples / max(self.power, 1e-300) / model.num_layers
-            pairs = model.inverse_frequencies.to(model.device)
-            for i, slots in enumerate(frequencies):
-                totals[i] += unit * fit_slots(stats, pairs, slots, sweeps=LADDER_SWEEPS).objective
+            for i, slots in enumerate(frequencies[self.kind]):
+                found = fit_slots(stats, self.pairs, slots, sweeps=LADDER_SWEEPS)
+                totals[self.kind][i] += unit * found.objective
 
     observe(model, tokens, LadderObserver, description="1/2 rotations", progress=config.progress)
     return totals
@@ -256,30 +262,30 @@ def score_ladders(
 def write_layers(
     model: StreamedModel,
     plan: ConversionPlan,
-    ladder: deepseek.Ladder,
+    chosen: dict[str, Ladder],
     windows: Windows,
     config: ConversionConfig,
     writer: CheckpointWriter,
     target: MemoryTarget,
 ) -> None:
     """Pass 2: measure, factorize, check and write every layer that is not written yet."""
-    slots = ladder.frequencies.to(model.device)
 
     class LayerObserver(LayerCalibration):
         def __init__(self, index: int) -> None:
             self.index = index
+            self.ladder = chosen[plan.target.kinds[index]]
             super().__init__(
-                attention_weights(model, plan, index),
-                model.inverse_frequencies.to(model.device),
+                *layer_attention(model, plan, index),
                 windows.tokens.shape,
                 queries=config.queries,
                 seed=config.seed,
             )
 
         def finish(self) -> None:
+            slots = self.ladder.frequencies.to(model.device)
             converted = convert_layer(self.result(), slots, plan.kv_rank)
-            tensors = layer_tensors(plan, ladder, self.index, converted)
-            layout_error = target.take(self.index, tensors, converted)
+            tensors = layer_tensors(plan, self.ladder, self.index, converted)
+            layout_error = target.take(self.index, tensors, converted, slots)
             record = {"predicted_error": converted.predicted_error, "layout_error": layout_error}
             writer.write(f"layer {self.index}", tensors, record)
 
@@ -292,46 +298,35 @@ def write_layers(
     observe(model, windows.tokens, visit, description="2/2 converting", progress=config.progress)
 
 
-def layer_tensors(
-    plan: ConversionPlan, ladder: deepseek.Ladder, index: int, converted: LatentAttention
-) -> dict[str, Tensor]:
+def layer_tensors(plan: ConversionPlan, ladder: Ladder, index: int, converted: LatentAttention) -> dict[str, Tensor]:
     """Everything the target stores of one layer, in its stored dtype."""
-    prefix = plan.family.layer_prefix.format(layer=index)
-    gain = plan.checkpoint.tensor(prefix + plan.family.input_norm.name).to(converted.latent)
-    attention = deepseek.attention_tensors(converted, ladder, gain, plan.residual, plan.dtype)
-    tensors = {f"model.layers.{index}.self_attn.{name}": t.to("cpu", plan.dtype) for name, t in attention.items()}
-    for name, role in plan.family.copied.items():
-        tensor = plan.checkpoint.tensor(prefix + role.name)
-        tensors[f"model.layers.{index}.{name}"] = _stored(tensor, plan, role.to_residual)
+    attention = plan.target.attention(index, converted, ladder, plan.checkpoint)
+    tensors = {name: tensor.to("cpu", plan.dtype) for name, tensor in attention.items()}
+    return tensors | _copies(plan, plan.target.copied(index))
+
+
+def _copies(plan: ConversionPlan, copied: dict[str, Copied]) -> dict[str, Tensor]:
+    """Tensors that go over as they are, but for the residual's factor, rounded once."""
+    tensors = {}
+    for name, copy in copied.items():
+        tensor = plan.checkpoint.tensor(copy.source)
+        if copy.to_residual:
+            tensor = tensor.to(torch.float32) * plan.target.residual
+        tensors[name] = tensor.to(plan.dtype)
     return tensors
 
 
-def _stored(tensor: Tensor, plan: ConversionPlan, to_residual: bool) -> Tensor:
-    return (tensor.to(torch.float32) * plan.residual if to_residual else tensor).to(plan.dtype)
-
-
-def outer_tensors(plan: ConversionPlan) -> dict[str, Tensor]:
-    """Embedding, last norm, and a head of its own even where the source ties it."""
-    family = plan.family
-    embedding = plan.checkpoint.tensor(family.embedding.name)
-    head = embedding if plan.config.tie_word_embeddings else plan.checkpoint.tensor(family.head.name)
-    return {
-        "model.embed_tokens.weight": _stored(embedding, plan, True),
-        "model.norm.weight": _stored(plan.checkpoint.tensor(family.norm.name), plan, False),
-        "lm_head.weight": _stored(head, plan, False),
-    }
-
-
-def write_small_files(plan: ConversionPlan, ladder: deepseek.Ladder, tokenizer: Any, folder: Path) -> None:
-    """Tokenizer, generation config and config.json.
+def write_small_files(plan: ConversionPlan, chosen: dict[str, Ladder], tokenizer: Any, folder: Path) -> None:
+    """Tokenizer, generation config, config.json and the model's code, where it is ours.
 
     Raises:
         RuntimeError: the written tokenizer does not give the source's tokens.
     """
     from transformers import AutoTokenizer, GenerationConfig
 
-    data = deepseek.target_config(plan.config, ladder, plan.shape.head_dim, plan.kv_rank, plan.dtype)
-    replace_text(folder / "config.json", json.dumps(data, indent=2) + "\n")
+    replace_text(folder / "config.json", json.dumps(plan.target.config(chosen), indent=2) + "\n")
+    for path in plan.target.code:
+        shutil.copyfile(path, folder / path.name)
     tokenizer.save_pretrained(folder)
     sample = "Zwölf Boxkämpfer jagen Viktor:\n\tdef f(x): return x  # 12345"
     again = AutoTokenizer.from_pretrained(folder)

@@ -12,14 +12,16 @@ from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from transformers import AutoConfig
 
 from latentfold.convert.checkpoint import PARTIAL, CheckpointWriter
-from latentfold.convert.config import OUTPUT_DTYPES, ConversionConfig
+from latentfold.convert.config import OUTPUT_DTYPES, PORTABLE_DTYPES, ConversionConfig
 from latentfold.convert.errors import InputError
-from latentfold.convert.families import require_family
+from latentfold.convert.families import Verdict, judge
 from latentfold.convert.families.family import Family
 from latentfold.convert.inspection import divisible, propose_sizes, splits
 from latentfold.convert.shapes import ModelShape, model_shape
 from latentfold.convert.source import Checkpoint
-from latentfold.convert.targets import deepseek
+from latentfold.convert.targets.deepseek import PortableTarget
+from latentfold.convert.targets.native.target import NativeTarget
+from latentfold.convert.targets.target import Target
 
 SAVING_WORTH = 0.9
 """A result that caches more than this share of the source's values earns a warning."""
@@ -48,8 +50,7 @@ class ConversionPlan:
         kv_rank, rope_dim: sizes of the result.
         seq_len: tokens of a calibration window.
         dtype: stored dtype.
-        residual: factor on the residual stream.
-        ladders: candidate rope parameters of the result.
+        target: the format of the result.
         tensors: every output tensor in the order it is written.
         shards: which file holds which.
         notices: what the user should know before it starts.
@@ -63,8 +64,7 @@ class ConversionPlan:
     rope_dim: int
     seq_len: int
     dtype: torch.dtype
-    residual: float
-    ladders: tuple[deepseek.Ladder, ...]
+    target: Target
     tensors: dict[str, TensorPlan]
     shards: StateDictSplit
     notices: tuple[str, ...]
@@ -78,6 +78,29 @@ class ConversionPlan:
     def cache_values(self) -> int:
         """Values the result caches per token and layer."""
         return self.kv_rank + self.rope_dim
+
+    def target_of(self, kv_rank: int, rope_dim: int) -> Target:
+        """The same format at another size."""
+        return make_target(
+            self.target.name, self.checkpoint, self.config, self.family, self.shape, kv_rank, rope_dim, self.dtype
+        )
+
+
+def make_target(
+    name: str,
+    checkpoint: Checkpoint,
+    config: Any,
+    family: Family,
+    shape: ModelShape,
+    kv_rank: int,
+    rope_dim: int,
+    dtype: torch.dtype,
+) -> Target:
+    """The format called `name` (deepseek or native) for one model and size."""
+    if name == PortableTarget.name:
+        assert family.portable is not None
+        return PortableTarget(config, family.portable, shape, kv_rank, rope_dim, dtype)
+    return NativeTarget(checkpoint, config, family, shape, kv_rank, rope_dim, dtype)
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
@@ -186,13 +209,30 @@ def candidate_splits(config: ConversionConfig, shape: ModelShape) -> list[tuple[
     return found
 
 
-def check_tensors(checkpoint: Checkpoint, family: Family, shape: ModelShape, *, tied: bool) -> None:
-    """Compare every tensor the family needs with the files' headers.
+def choose_target(config: ConversionConfig, name: str, verdict: Verdict) -> tuple[Family, str, list[str]]:
+    """A model's family, the target that holds it, and what is to be said about the choice.
+
+    Raises:
+        InputError: naming every feature that stands in the way.
+    """
+    reasons = verdict.reasons + (verdict.not_portable if config.target == PortableTarget.name else ())
+    if verdict.family is None or reasons:
+        raise InputError(f"{name} cannot be converted: {'; '.join(reasons)}")
+    if config.target != "auto":
+        return verdict.family, config.target, []
+    if not verdict.not_portable:
+        return verdict.family, PortableTarget.name, []
+    notice = f"no stock class holds this model ({'; '.join(verdict.not_portable)}): writing latentfold's own, which "
+    return verdict.family, "native", [notice + "transformers loads with trust_remote_code or with latentfold imported"]
+
+
+def check_tensors(checkpoint: Checkpoint, family: Family, target: Target) -> None:
+    """Compare every tensor the conversion needs with the files' headers.
 
     Raises:
         InputError: naming the tensor, its file, what was expected and what was found.
     """
-    expected = dict(family.expected_tensors(shape, tied=tied))
+    expected = target.expected
     for name, size in expected.items():
         header = checkpoint.headers.get(name)
         if header is None:
@@ -207,9 +247,8 @@ def check_tensors(checkpoint: Checkpoint, family: Family, shape: ModelShape, *, 
             )
         if header.dtype not in ("F16", "BF16", "F32", "F64"):
             raise InputError(f"tensor {name} in {header.file}: expected F16, BF16 or F32, found {header.dtype}")
-    surplus = {family.head.name} if tied else set()
     for name, header in checkpoint.headers.items():
-        if name not in expected and name not in surplus and not name.endswith(family.ignored):
+        if name not in expected and name not in target.tied and not name.endswith(family.ignored):
             raise InputError(
                 f"tensor {name} in {header.file}: a {family.model_type} checkpoint has no such tensor, and leaving it "
                 "out would change the model"
@@ -226,34 +265,33 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
         check_output(config, checkpoint)
     model = read_config(checkpoint)
     shape = model_shape(model)
-    family = require_family(checkpoint.name, model, shape)
+    family, target_name, notices = choose_target(config, checkpoint.name, judge(model, shape))
     proposal = propose_sizes(shape)
     kv_rank = config.kv_rank or proposal.kv_rank
     rope_dim = config.rope_dim or proposal.rope_dim
     if candidates := candidate_splits(config, shape):
         kv_rank, rope_dim = candidates[0]
     check_sizes(shape, kv_rank, rope_dim)
-    tied = bool(model.tie_word_embeddings)
-    if checkpoint.headers:
-        check_tensors(checkpoint, family, shape, tied=tied)
-        source_dtype = checkpoint.dtype
-    else:
-        source_dtype = model.dtype or torch.bfloat16
-    notices: list[str] = []
     if len(candidates) > 1:
         divisions = ", ".join(f"{rank} + {rope}" for rank, rope in candidates)
         notices.append(f"a short survey of the model chooses kv-rank + rope-dim from {divisions}")
+    source_dtype = checkpoint.dtype if checkpoint.headers else model.dtype or torch.bfloat16
+    held = [*PORTABLE_DTYPES.values()] + ([torch.float16] if target_name == "native" else [])
     dtype = OUTPUT_DTYPES.get(config.dtype, source_dtype)
-    if dtype not in OUTPUT_DTYPES.values():
-        target = torch.bfloat16 if dtype == torch.float16 else torch.float32
-        notices.append(f"source is stored as {_short(dtype)}: writing {_short(target)} (the target cannot hold it)")
-        dtype = target
+    if dtype not in held:
+        other = torch.bfloat16 if dtype == torch.float16 else torch.float32
+        notices.append(f"source is stored as {_short(dtype)}: writing {_short(other)} (the target cannot hold it)")
+        dtype = other
+    target = make_target(target_name, checkpoint, model, family, shape, kv_rank, rope_dim, dtype)
+    rope_dim = 2 * max(len(found[0].frequencies) for found in target.ladders.values())
+    if checkpoint.headers:
+        check_tensors(checkpoint, family, target)
     if kv_rank + rope_dim > SAVING_WORTH * shape.cache_values:
         notices.append(
             f"kv-rank {kv_rank} + rope-dim {rope_dim} caches {kv_rank + rope_dim} of the {shape.cache_values} values "
             "per token and layer that the source does: this saves next to nothing"
         )
-    tensors = dict(_output_tensors(family, shape, kv_rank, rope_dim, dtype))
+    tensors = {name: TensorPlan(size, dtype) for name, size in target.tensors.items()}
     return ConversionPlan(
         checkpoint=checkpoint,
         config=model,
@@ -263,8 +301,7 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
         rope_dim=rope_dim,
         seq_len=config.window(model.max_position_embeddings),
         dtype=dtype,
-        residual=deepseek.residual_scale(model.rms_norm_eps, dtype),
-        ladders=tuple(deepseek.ladders(model.rope_parameters, shape.head_dim, rope_dim, model.max_position_embeddings)),
+        target=target,
         tensors=tensors,
         shards=_split(tensors, config.max_shard_size),
         notices=tuple(notices),
@@ -273,19 +310,6 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _output_tensors(family: Family, shape: ModelShape, kv_rank: int, rope_dim: int, dtype: torch.dtype) -> Any:
-    yield "model.embed_tokens.weight", TensorPlan(shape.resolve(family.embedding.shape), dtype)
-    attention = list(deepseek.attention_shapes(shape.hidden_size, shape.num_heads, shape.head_dim, kv_rank, rope_dim))
-    for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, size in attention:
-            yield f"{prefix}self_attn.{name}", TensorPlan(size, dtype)
-        for name, role in family.copied.items():
-            yield prefix + name, TensorPlan(shape.resolve(role.shape), dtype)
-    yield "model.norm.weight", TensorPlan(shape.resolve(family.norm.shape), dtype)
-    yield "lm_head.weight", TensorPlan(shape.resolve(family.head.shape), dtype)
 
 
 def _split(tensors: dict[str, TensorPlan], max_shard_size: str) -> StateDictSplit:

@@ -18,7 +18,7 @@ from latentfold.convert.corpus import Windows
 from latentfold.convert.errors import InputError
 from latentfold.convert.plan import ConversionPlan
 from latentfold.convert.source import card_metadata, public_name, read_json
-from latentfold.convert.targets import deepseek
+from latentfold.convert.targets.target import Ladder
 
 RECIPE = "latentfold.json"
 
@@ -73,6 +73,7 @@ def starting_recipe(config: ConversionConfig, plan: ConversionPlan, windows: Win
         "options": options
         | {
             "calibration": [public_name(name) for name in options["calibration"]],
+            "target": plan.target.name,
             "kv_rank": plan.kv_rank,
             "rope_dim": plan.rope_dim,
             "seq_len": plan.seq_len,
@@ -83,32 +84,31 @@ def starting_recipe(config: ConversionConfig, plan: ConversionPlan, windows: Win
             "windows": list(windows.tokens.shape),
             "sha256": windows.sha256,
         },
-        "residual_scale": plan.residual,
+        "residual_scale": plan.target.residual,
         "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")}
         | {"python": platform.python_version()},
     }
 
 
 def finished_recipe(
-    recipe: dict[str, Any], plan: ConversionPlan, ladder: deepseek.Ladder, writer: CheckpointWriter
+    recipe: dict[str, Any], plan: ConversionPlan, chosen: dict[str, Ladder], writer: CheckpointWriter
 ) -> dict[str, Any]:
     """The recipe with what the conversion found."""
     layers = [writer.records[f"layer {i}"] for i in range(plan.shape.num_layers)]
     scores = writer.records["ladder"]["scores"]
-    source = sum(
-        torch.Size(shape).numel()
-        for _, shape in plan.family.expected_tensors(plan.shape, tied=plan.config.tie_word_embeddings)
-    )
+    source = sum(torch.Size(shape).numel() for shape in plan.target.expected.values())
     converted = sum(torch.Size(t.shape).numel() for t in plan.tensors.values())
     return recipe | {
         "cache_values": {"source": plan.shape.cache_values, "converted": plan.cache_values},
         "parameters": {"source": source, "converted": converted},
         "ladder": {
-            "rope_parameters": ladder.parameters,
-            "expected_rotation_error": min(scores),
+            "rope_parameters": plan.target.rope_parameters(chosen),
+            "expected_rotation_error": sum(min(found) for found in scores.values()),
             "candidates": [
                 {"rope": str(candidate), "expected_rotation_error": score}
-                for candidate, score in zip(plan.ladders, scores, strict=True)
+                | ({"layers": kind} if len(scores) > 1 else {})
+                for kind, found in scores.items()
+                for candidate, score in zip(plan.target.ladders[kind], found, strict=True)
             ],
         },
         "split": writer.records.get("split"),

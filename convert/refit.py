@@ -69,11 +69,13 @@ def refit_output(layer: LatentAttention, frequencies: Tensor, samples: list[Atte
     heads, hidden, size = layer.o.shape
     features, residuals = [], []
     flat = layer.o.transpose(0, 1).reshape(hidden, heads * size)  # (D, F)
+    bias = layer.source.o_bias
     power = 0.0
     for sample in samples:
         root = sample.weight.sqrt()[:, None]
+        output = sample.output if bias is None else sample.output - bias.to(sample.output)
         found = head_outputs(layer, frequencies, sample.x, sample.positions).flatten(1) * root
-        target = sample.output * root
+        target = output * root
         power += float(target.square().sum(dtype=torch.float64))
         features.append(found)
         residuals.append(target - found @ flat.T.to(found.dtype))

@@ -100,6 +100,7 @@ def rotations(length: int, frequencies: Tensor) -> Tensor:
 class _Kernels:
     """R(f, f') = E_t[e^{i(f-f')t}] minus a multiple of the product of the means, per head."""
 
+    turning: Tensor  # (n,)          1, or 0 for pairs that do not rotate: they are the latent's alone
     pair_pair: Tensor  # (H, n)      R(w_j, w_j)
     pair_slot: Tensor  # (H, n, S)   R(w_j, v_s)
     slot_slot: Tensor  # (H, S, S)   R(v_s', v_s)
@@ -115,11 +116,13 @@ class _Kernels:
         def against_slots(turns: Tensor) -> Tensor:
             return (distance[:, None, :] * turns.T) @ slot_turns.conj()
 
+        mean_pair = distance.to(pair_turns.dtype) @ pair_turns
         return cls(
+            turning=(pairs != 0).to(torch.float64),
             pair_pair=torch.ones(distance.shape[0], len(pairs), dtype=torch.float64, device=pairs.device),
             pair_slot=against_slots(pair_turns),
             slot_slot=against_slots(slot_turns),
-            mean_pair=distance.to(pair_turns.dtype) @ pair_turns,
+            mean_pair=torch.where(pairs == 0, torch.ones_like(mean_pair), mean_pair),
             mean_slot=distance.to(slot_turns.dtype) @ slot_turns,
         )
 
@@ -132,19 +135,19 @@ class _Kernels:
         means = keep * self.mean_slot.conj()[..., None, :]
         return replace(
             self,
-            pair_pair=self.pair_pair - keep * self.mean_pair.abs().square(),
-            pair_slot=self.pair_slot - self.mean_pair[..., :, None] * means,
+            pair_pair=self.turning * (self.pair_pair - keep * self.mean_pair.abs().square()),
+            pair_slot=self.turning[:, None] * (self.pair_slot - self.mean_pair[..., :, None] * means),
             slot_slot=self.slot_slot - self.mean_slot[..., :, None] * means,
         )
 
 
 def _own(x: Tensor, group: Tensor, n: int) -> Tensor:
     """(m, I) -> (H, m, n): for each query head the columns of its own KV head."""
-    return x.reshape(x.shape[0], -1, n).transpose(0, 1)[group]
+    return x.reshape(x.shape[0], x.shape[1] // n, n).transpose(0, 1)[group]
 
 
 def _initial_keys(stats: RopeStatistics, kernels: _Kernels, pairs: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Each pair joins the nearest slot that is at least as fast; a slot's key is its cluster's top eigenvector.
+    """Each rotating pair joins the nearest slot at least as fast; a slot's key is its cluster's top eigenvector.
 
     Slots of equal frequency (possible in targets that store their frequencies) take successive eigenvectors.
     Returns U (S, I) and a (H, n, S).
@@ -153,12 +156,15 @@ def _initial_keys(stats: RopeStatistics, kernels: _Kernels, pairs: Tensor, slots
     items = stats.key_moment.shape[-1]
     kv_heads = items // n
     group = torch.arange(heads, device=pairs.device) // (heads // kv_heads)
+    keys = torch.zeros(len(slots), items, dtype=torch.complex128, device=pairs.device)
+    coefficients = torch.zeros(heads, n, len(slots), dtype=torch.complex128, device=pairs.device)
+    if not len(slots):
+        return keys, coefficients
     distinct = torch.unique(slots).flip(0)
     faster = distinct[None, :] >= pairs[:, None] * (1 - 1e-6)
     gap = (distinct[None, :] - pairs[:, None]).abs().masked_fill(~faster, torch.inf)
     choice = torch.where(faster.any(1), gap.argmin(1), torch.zeros(n, dtype=torch.long, device=pairs.device))
-    keys = torch.zeros(len(slots), items, dtype=torch.complex128, device=pairs.device)
-    coefficients = torch.zeros(heads, n, len(slots), dtype=torch.complex128, device=pairs.device)
+    choice[pairs == 0] = -1
     for c, frequency in enumerate(distinct):
         members = torch.nonzero(choice == c).flatten()
         if not len(members):
@@ -253,10 +259,11 @@ def fit_slots(
     raw = _Kernels.raw(stats.distance, pairs, slots)
     kernels, lossless = raw.centred(lost), raw.centred(0.0)
     keys, a = _initial_keys(stats, kernels, pairs, slots)
-    for _ in range(sweeps):
+    for _ in range(sweeps if len(slots) else 0):
         a = _solve_coefficients(a, keys, stats.key_moment, group, kernels, ridge)
         keys = _solve_keys(keys, a, stats.query_power, kernels, ridge)
-    a = _solve_coefficients(a, keys, stats.key_moment, group, kernels, ridge)
+    if len(slots):
+        a = _solve_coefficients(a, keys, stats.key_moment, group, kernels, ridge)
     return SlotFit(
         keys=keys,
         coefficients=a,

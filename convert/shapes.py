@@ -19,6 +19,7 @@ class ModelShape:
     Attributes:
         windows: per layer, the number of tokens attention sees, or None for all.
         kv_lora_rank, qk_rope_head_dim: for a model that already is MLA, else None.
+        rope_dims: the latter by layer, where layers differ.
     """
 
     vocab_size: int
@@ -31,6 +32,7 @@ class ModelShape:
     windows: tuple[int | None, ...]
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
+    rope_dims: tuple[int, ...] = ()
 
     @property
     def is_mla(self) -> bool:
@@ -44,14 +46,21 @@ class ModelShape:
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
+    def layer_values(self) -> tuple[int, ...]:
+        """Values cached per token by each layer."""
+        if self.kv_lora_rank is not None and self.rope_dims:
+            return tuple(self.kv_lora_rank + rope_dim for rope_dim in self.rope_dims)
+        return (self.cache_values,) * self.num_layers
+
+    @property
     def max_kv_rank(self) -> int:
         """The largest useful kv_lora_rank: K and V of a token together have no more dimensions."""
         return min(2 * self.num_kv_heads * self.head_dim, self.hidden_size)
 
     def cache_bytes(self, tokens: int, bytes_per_value: int = 2) -> int:
         """Bytes of the KV cache of one sequence of `tokens` tokens, all layers."""
-        held = sum(tokens if window is None else min(tokens, window) for window in self.windows)
-        return held * self.cache_values * bytes_per_value
+        held = (tokens if window is None else min(tokens, window) for window in self.windows)
+        return bytes_per_value * sum(n * values for n, values in zip(held, self.layer_values, strict=True))
 
     def resolve(self, symbols: str) -> tuple[int, ...]:
         """Shape symbols (`families`) to numbers."""
@@ -82,7 +91,7 @@ def model_shape(config: Any) -> ModelShape:
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if kv_heads < 1 or heads % kv_heads:
         raise InputError(f"{heads} attention heads over {kv_heads} KV heads: expected a whole number of heads each")
-    rank = getattr(text, "kv_lora_rank", None)
+    rank = getattr(config, "kv_lora_rank", None)
     return ModelShape(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
@@ -93,7 +102,8 @@ def model_shape(config: Any) -> ModelShape:
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         windows=_windows(text, layers),
         kv_lora_rank=rank,
-        qk_rope_head_dim=text.qk_rope_head_dim if rank is not None else None,
+        qk_rope_head_dim=config.qk_rope_head_dim if rank is not None else None,
+        rope_dims=tuple(getattr(config, "rope_dims", ())),
     )
 
 

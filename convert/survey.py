@@ -11,8 +11,7 @@ from latentfold.convert.layers import StreamedModel
 from latentfold.convert.method import LayerCalibration, convert_layer
 from latentfold.convert.plan import ConversionPlan
 from latentfold.convert.shapes import ModelShape
-from latentfold.convert.sweep import attention_weights, observe
-from latentfold.convert.targets import deepseek
+from latentfold.convert.sweep import layer_attention, observe
 
 if TYPE_CHECKING:
     from latentfold.convert.corpus import Windows
@@ -58,30 +57,29 @@ def survey(
     tokens = windows.tokens[:WINDOWS]
     steps = min(LAYERS, model.num_layers)
     chosen = {round((i + 0.5) * model.num_layers / steps - 0.5) for i in range(steps)}
-    ladders = [
-        deepseek.ladders(
-            plan.config.rope_parameters, plan.shape.head_dim, rope_dim, plan.config.max_position_embeddings
-        )[0].frequencies.to(model.device)
-        for _, rope_dim in sizes
-    ]
+    targets = [plan.target_of(kv_rank, rope_dim) for kv_rank, rope_dim in sizes]
     totals = [0.0] * len(sizes)
 
     class LayerObserver(LayerCalibration):
+        kind: str
+
         def finish(self) -> None:
             layer = self.result()
-            for i, ((kv_rank, _), slots) in enumerate(zip(sizes, ladders, strict=True)):
+            for i, ((kv_rank, _), target) in enumerate(zip(sizes, targets, strict=True)):
+                slots = target.ladders[self.kind][0].frequencies.to(model.device)
                 totals[i] += convert_layer(layer, slots, kv_rank).predicted_error["output"] / len(chosen)
 
     def visit(index: int) -> LayerObserver | None:
         if index not in chosen:
             return None
-        return LayerObserver(
-            attention_weights(model, plan, index),
-            model.inverse_frequencies.to(model.device),
+        observer = LayerObserver(
+            *layer_attention(model, plan, index),
             tokens.shape,
             queries=config.queries,
             seed=config.seed,
         )
+        observer.kind = plan.target.kinds[index]
+        return observer
 
     observe(model, tokens, visit, description="sizes", progress=config.progress)
     return [

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from latentfold.convert.factorize import AttentionWeights
+from latentfold.convert.families.reading import read_attention
 from latentfold.convert.layers import StreamedModel, attention_inputs
-from latentfold.convert.plan import ConversionPlan
+
+if TYPE_CHECKING:
+    from latentfold.convert.plan import ConversionPlan
 
 
 class Observer(Protocol):
@@ -51,19 +54,19 @@ def observe(
                     observer.finish()
 
 
-def attention_weights(model: StreamedModel, plan: ConversionPlan, index: int) -> AttentionWeights:
-    """One layer's projections, head by head, in float32."""
-    shape, family = plan.shape, plan.family
-    prefix = family.layer_prefix.format(layer=index)
+def layer_attention(model: StreamedModel, plan: ConversionPlan, index: int) -> tuple[AttentionWeights, Tensor]:
+    """One layer's attention in float32, and the inverse frequencies (n,) of its rotary pairs in float64."""
 
     def read(name: str) -> Tensor:
-        return plan.checkpoint.tensor(prefix + name).to(model.device, torch.float32)
+        return model.tensor(name).to(model.device, torch.float32)
 
-    heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    return AttentionWeights(
-        q=read(family.q.name).view(heads, size, -1),
-        k=read(family.k.name).view(kv_heads, size, -1),
-        v=read(family.v.name).view(kv_heads, size, -1),
-        o=read(family.o.name).view(-1, heads, size).transpose(0, 1).contiguous(),
-        scale=size**-0.5,
+    return read_attention(
+        read,
+        f"{model.layers_name}.{index}.{plan.family.attention}.",
+        model.stored,
+        plan.family,
+        plan.shape,
+        plan.config,
+        index,
+        model.rotation(index),
     )

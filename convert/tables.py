@@ -29,7 +29,8 @@ def _rope(rope: dict) -> str:
     if not rope:
         return "none"
     rest = ", ".join(f"{k} {v}" for k, v in rope.items() if k not in ("rope_type", "rope_theta") and v is not None)
-    return f"{rope.get('rope_type')}, theta {rope.get('rope_theta')}" + (f", {rest}" if rest else "")
+    theta = f", theta {rope['rope_theta']}" if "rope_theta" in rope else ""
+    return f"{rope.get('rope_type')}{theta}" + (f", {rest}" if rest else "")
 
 
 def inspection_table(found: Inspection) -> str:
@@ -87,9 +88,12 @@ def plan_table(plan: ConversionPlan) -> str:
         ("sizes", f"--kv-rank {plan.kv_rank} --rope-dim {plan.rope_dim}"),
         ("cache", f"{plan.cache_values} of {plan.shape.cache_values} values per token and layer"),
         ("stored as", f"{str(plan.dtype).removeprefix('torch.')}, {size(plan.nbytes)} in {len(files)} file(s)"),
-        ("residual scale", f"{plan.residual:g} (rms_norm_eps {plan.config.rms_norm_eps:.2g} becomes 1e-6)"),
-        ("rope ladders", f"{len(plan.ladders)} candidates"),
+        ("target", plan.target.name),
+        ("rope ladders", f"{sum(len(found) for found in plan.target.ladders.values())} candidates"),
     ]
+    if plan.target.residual != 1.0:
+        scale = f"{plan.target.residual:g} (rms_norm_eps {plan.config.rms_norm_eps:.2g} becomes 1e-6)"
+        rows.append(("residual scale", scale))
     rows += [("  " + file, f"{len(names)} tensors") for file, names in files.items()]
     rows += [("note", notice) for notice in plan.notices]
     return _rows(rows)

@@ -1,4 +1,4 @@
-"""Does the stock class compute what was factorized, and does the folder give back what was written?"""
+"""Does the target's class compute what was factorized, and does the folder give back what was written?"""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from latentfold.convert.factorize import LatentAttention, latent_attention
 from latentfold.convert.layers import StreamedModel, attention_inputs
 from latentfold.convert.plan import ConversionPlan, read_config
 from latentfold.convert.source import open_checkpoint
-from latentfold.convert.targets import deepseek
+from latentfold.convert.targets.target import Ladder
 
 PROBE_TOKENS = 48
-LAYOUT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+LAYOUT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest relative difference of a written layer's attention output from its own factorization, by stored dtype."""
 RELOAD_TOLERANCE = 1e-5
 """Largest relative difference of logits between the written tensors and the reloaded checkpoint (both in float32)."""
@@ -31,6 +31,7 @@ class _Tensors:
     """A few tensors in memory, read as a checkpoint is."""
 
     def __init__(self) -> None:
+        self.headers: dict[str, Any] = {}  # names are not looked up: the writer's are the model's own
         self.held: dict[str, Tensor] = {}
 
     def tensor(self, name: str) -> Tensor:
@@ -40,32 +41,36 @@ class _Tensors:
 class MemoryTarget:
     """The converted model as it is being written: a few tokens follow the conversion, layer by layer.
 
-    Each new layer's stock attention, from the rounded tensors, is compared with its own factorization (a wrong layout
-    shows here, at once), and the tokens' logits are what the reloaded checkpoint has to give in the end.
+    Each new layer's attention in the target's class, from the rounded tensors, is compared with its own factorization
+    (a wrong layout shows here, at once), and the tokens' logits are what the reloaded checkpoint has to give.
     """
 
     def __init__(
-        self, config: ConversionConfig, plan: ConversionPlan, ladder: deepseek.Ladder, writer: CheckpointWriter
+        self, config: ConversionConfig, plan: ConversionPlan, chosen: dict[str, Ladder], writer: CheckpointWriter
     ) -> None:
-        data = deepseek.target_config(plan.config, ladder, plan.shape.head_dim, plan.kv_rank, plan.dtype)
-        self.dtype, self.ladder, self.residual = plan.dtype, ladder, plan.residual
+        data = plan.target.config(chosen)
+        self.dtype, self.residual = plan.dtype, plan.target.residual
         self.tensors, self.writer = _Tensors(), writer
         self.model = StreamedModel(self.tensors, AutoConfig.for_model(**data), torch.float32, config.torch_device)
         generator = torch.Generator().manual_seed(config.seed)
         self.tokens = torch.randint(plan.shape.vocab_size, (1, PROBE_TOKENS), generator=generator)
-        self.tensors.held = writer.read("model.embed_tokens.")
+        self.outer = list(plan.target.outer())
+        self.tensors.held = self._outer()
         self.hidden, self.kwargs = self.model.begin(self.tokens)
 
-    def take(self, index: int, tensors: dict[str, Tensor], converted: LatentAttention) -> float:
+    def _outer(self) -> dict[str, Tensor]:
+        return {name: tensor for prefix in self.outer for name, tensor in self.writer.read(prefix).items()}
+
+    def take(self, index: int, tensors: dict[str, Tensor], converted: LatentAttention, frequencies: Tensor) -> float:
         """Run the tokens through a freshly converted layer; the relative error of its layout.
 
         Raises:
-            RuntimeError: the stock class does not compute what was factorized.
+            RuntimeError: the target's class does not compute what was factorized.
         """
         self.tensors.held = tensors
         with self.model.layer(index) as layer:
             self.hidden, x, output = attention_inputs(layer, self.hidden, self.kwargs[index])
-        expected = self.residual * latent_attention(converted, self.ladder.frequencies, x[0])
+        expected = self.residual * latent_attention(converted, frequencies, x[0])
         error = float((output[0].to(expected) - expected).norm() / expected.norm().clamp_min(1e-30))
         if not error <= LAYOUT_TOLERANCE[self.dtype]:
             raise RuntimeError(
@@ -76,13 +81,13 @@ class MemoryTarget:
 
     def skip(self, index: int) -> None:
         """Run the tokens through a layer that an interrupted run has already written."""
-        self.tensors.held = self.writer.read(f"model.layers.{index}.")
+        self.tensors.held = self.writer.read(f"{self.model.layers_name}.{index}.")
         with self.model.layer(index) as layer:
             self.hidden, _, _ = attention_inputs(layer, self.hidden, self.kwargs[index])
 
     def logits(self) -> Tensor:
         """(1, PROBE_TOKENS, V) of the tensors as written."""
-        self.tensors.held = self.writer.read("model.norm.") | self.writer.read("lm_head.")
+        self.tensors.held = self._outer()
         with torch.no_grad(), self.model.head() as head:
             return head(self.hidden)
 

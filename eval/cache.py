@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PretrainedConfig
 
-from latentfold.convert.layers import StreamedModel
+from latentfold.convert.layers import ATTENTION, StreamedModel, attention_of, find_layers
 from latentfold.convert.shapes import ModelShape
 from latentfold.eval.records import CachePoint, CacheSize
 
@@ -24,7 +24,7 @@ def cache_size(model: StreamedModel, shape: ModelShape, tokens: Tensor) -> Cache
     for index in range(model.num_layers):
         with model.layer(index) as layer:
             hidden = layer(hidden, **kwargs[index])
-    counted = shape.num_layers * shape.cache_values * model.dtype.itemsize
+    counted = sum(shape.layer_values) * model.dtype.itemsize
     return CacheSize(counted=float(counted), measured=held_bytes(cache) / tokens.shape[1])
 
 
@@ -35,16 +35,22 @@ def cache_by_context(
     """What the caches hold after each of `contexts` tokens of one sequence.
 
     The models run on torch's meta device: transformers' own code fills its own cache, with tensors that have a shape
-    and a dtype but no content, so any length of any model takes no time and no memory.
+    and a dtype but no content, so any length of any model takes no time and no memory. What is neither attention nor
+    norm is left out: no cache depends on it, and a mixture of experts cannot route what has no content.
     """
     held: list[list[int]] = []
     for config, dtype in zip((original, converted), dtypes, strict=True):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION).eval()
+        for layer in find_layers(model)[1]:
+            for name, child in layer.named_children():
+                if child is not attention_of(layer) and "norm" not in name and not name.startswith("ln_"):
+                    setattr(layer, name, nn.Identity())
         bytes_held = []
         for context in contexts:
             cache = DynamicCache(config=config)
-            model.model(input_ids=torch.zeros(1, context, dtype=torch.long, device="meta"), cache=cache)
+            width = model.get_input_embeddings().embedding_dim
+            model.base_model(inputs_embeds=torch.zeros(1, context, width, dtype=dtype, device="meta"), cache=cache)
             bytes_held.append(held_bytes(cache))
         held.append(bytes_held)
     return tuple(CachePoint(*point) for point in zip(contexts, *held, strict=True))

@@ -20,7 +20,7 @@ from latentfold.convert.checkpoint import replace_text
 from latentfold.convert.config import DEFAULT_WINDOW, resolve_device
 from latentfold.convert.corpus import Document, Windows, leading_tokens, make_windows, tokenize
 from latentfold.convert.errors import InputError
-from latentfold.convert.layers import StreamedModel, attention_inputs, watched_heads
+from latentfold.convert.layers import StreamedModel, attention_inputs, attention_of, watched_heads
 from latentfold.convert.pipeline import load_tokenizer
 from latentfold.convert.plan import read_config
 from latentfold.convert.recipe import RECIPE, fingerprint_now, read_recipe
@@ -379,9 +379,9 @@ def _sweep(
                     if one is not None and errors is None:
                         streams[0][k] = one(streams[0][k], **kwargs[0][index])
                     elif one is not None and errors is not None:
-                        with watched_heads(one.self_attn) as heads:
+                        with watched_heads(attention_of(one)) as heads:
                             streams[0][k], x, output = attention_inputs(one, streams[0][k], kwargs[0][index])
-                        errors.add(other.self_attn, x, kwargs[1][index], heads[0], output)
+                        errors.add(attention_of(other), x, kwargs[1][index], heads[0], output)
                     if other is not None:
                         streams[1][k] = other(streams[1][k], **kwargs[1][index])
                     for name, stream in (("original", streams[0]), ("converted model", streams[1])):

@@ -37,6 +37,13 @@ from latentfold.convert.cli.push import push
 @click.option("--seq-len", type=int, help="Tokens of a calibration window; default: 4096, or what the model takes.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampled query positions.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, ...; auto: a GPU if any.")
+@click.option(
+    "--target",
+    default="auto",
+    show_default=True,
+    help="deepseek: the stock class that every engine loads; native: latentfold's own, for any family; "
+    "auto: deepseek wherever it can hold the model.",
+)
 @click.option("--dtype", default="auto", show_default=True, help="Stored dtype: bfloat16, float32; auto: the source's.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Largest file.")
 @click.option(
@@ -65,7 +72,8 @@ def convert(
     """Convert MODEL (folder or Hub id) to an MLA checkpoint in OUT.
 
     The result is a dense DeepseekV3ForCausalLM: transformers, vLLM, SGLang, llama.cpp and MLX load it as MLA without
-    remote code. Defaults need no option. An interrupted conversion continues when the command is repeated.
+    remote code. Where that class lacks what MODEL needs (biases, q/k-norm, windows, ...), it is latentfold's own,
+    whose code is in OUT. Defaults need no option. An interrupted conversion continues when the command is repeated.
 
     \b
     latentfold convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-mla

@@ -1,4 +1,4 @@
-"""Mistral 7B v0.2 and later, Nemo, Small: Llama's tensors; a sliding window (v0.1) is refused."""
+"""Mistral 7B, Nemo, Small: Llama's tensors, in v0.1 with a sliding window."""
 
 from dataclasses import replace
 

@@ -12,9 +12,11 @@ hard-code for the latent norm, yarn only with mscale == mscale_all_dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,12 +24,19 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
 from latentfold.convert.factorize import LatentAttention
+from latentfold.convert.families.family import PortableLayout
+from latentfold.convert.shapes import ModelShape
+from latentfold.convert.source import Checkpoint
+from latentfold.convert.targets.target import Copied
 
 LATENT_EPS = 1e-6
 """Epsilon of the latent norms; the model's own norms must have the same one (docs/portable.md)."""
 
 LATENT_ENERGY = 1e-8
 """Largest mean square of the scaled latent relative to the epsilon: the norm is the identity to half of this."""
+
+KIND = "all"
+"""The class has one ladder: its layers are all of a kind."""
 
 MODEL_TYPE = "deepseek_v3"
 ARCHITECTURE = "DeepseekV3ForCausalLM"
@@ -244,3 +253,82 @@ def target_config(source: Any, ladder: Ladder, head_dim: int, rank: int, dtype: 
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     }
+
+
+@dataclass(frozen=True)
+class PortableTarget:
+    """A `latentfold.convert.targets.target.Target`: models laid out as Llama is, without anything the class lacks."""
+
+    source: Any
+    layout: PortableLayout
+    shape: ModelShape
+    kv_rank: int
+    rope_dim: int
+    dtype: torch.dtype
+    name: ClassVar[str] = "deepseek"
+    code: ClassVar[tuple[Path, ...]] = ()
+
+    @cached_property
+    def residual(self) -> float:
+        return residual_scale(self.source.rms_norm_eps, self.dtype)
+
+    @cached_property
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.layout.expected_tensors(self.shape, tied=self.source.tie_word_embeddings))
+
+    @property
+    def tied(self) -> frozenset[str]:
+        return frozenset([self.layout.head.name] if self.source.tie_word_embeddings else [])
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (KIND,) * self.shape.num_layers
+
+    @cached_property
+    def ladders(self) -> dict[str, tuple[Ladder, ...]]:
+        source = self.source
+        found = ladders(source.rope_parameters, self.shape.head_dim, self.rope_dim, source.max_position_embeddings)
+        return {KIND: tuple(found)}
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        shape, layout = self.shape, self.layout
+        own = list(attention_shapes(shape.hidden_size, shape.num_heads, shape.head_dim, self.kv_rank, self.rope_dim))
+        found = {"model.embed_tokens.weight": shape.resolve(layout.embedding.shape)}
+        for layer in range(shape.num_layers):
+            prefix = f"model.layers.{layer}."
+            found |= {f"{prefix}self_attn.{name}": size for name, size in own}
+            found |= {prefix + name: shape.resolve(role.shape) for name, role in layout.copied.items()}
+        found["model.norm.weight"] = shape.resolve(layout.norm.shape)
+        found["lm_head.weight"] = shape.resolve(layout.head.shape)
+        return found
+
+    def outer(self) -> dict[str, Copied]:
+        layout = self.layout
+        head = layout.embedding if self.source.tie_word_embeddings else layout.head
+        return {
+            "model.embed_tokens.weight": Copied(layout.embedding.name, to_residual=True),
+            "model.norm.weight": Copied(layout.norm.name),
+            "lm_head.weight": Copied(head.name),
+        }
+
+    def copied(self, layer: int) -> dict[str, Copied]:
+        prefix = self.layout.layer_prefix.format(layer=layer)
+        return {
+            f"model.layers.{layer}.{name}": Copied(prefix + role.name, role.to_residual)
+            for name, role in self.layout.copied.items()
+        }
+
+    def attention(
+        self, layer: int, converted: LatentAttention, ladder: Ladder, checkpoint: Checkpoint
+    ) -> dict[str, Tensor]:
+        norm = self.layout.layer_prefix.format(layer=layer) + self.layout.input_norm.name
+        gain = checkpoint.tensor(norm).to(converted.latent)
+        tensors = attention_tensors(converted, ladder, gain, self.residual, self.dtype)
+        return {f"model.layers.{layer}.self_attn.{name}": tensor for name, tensor in tensors.items()}
+
+    def config(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
+        return target_config(self.source, chosen[KIND], self.shape.head_dim, self.kv_rank, self.dtype)
+
+    def rope_parameters(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
+        return chosen[KIND].parameters

@@ -1,0 +1,7 @@
+"""Qwen2 and Qwen2.5: q/k/v bias. Qwen3: q/k-norm instead."""
+
+from latentfold.convert.families.family import Family
+
+QWEN2 = Family("qwen2", why_not_portable="q/k/v bias")
+QWEN3 = Family("qwen3", q_norm="q_norm", k_norm="k_norm", why_not_portable="q/k-norm")
+FAMILIES = (QWEN2, QWEN3)

@@ -1,0 +1,61 @@
+"""Configuration of a model whose attention was folded into MLA; ships inside the checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.configuration_utils import SubConfigSpec
+
+
+class LatentfoldConfig(PretrainedConfig):
+    """The source's own configuration, and what its attention became.
+
+    Whatever is asked of it that it does not hold (`vocab_size`, `num_hidden_layers`, ..) it asks the source's.
+
+    Attributes:
+        text_config: the source model's configuration; its `model_type` names the family.
+        attention: name of the attention module within a decoder layer.
+        num_heads, num_kv_heads, head_dim: of the source's attention.
+        kv_lora_rank: size of the cached latent, r.
+        frequencies: for each kind of layer the inverse frequencies of its S rotating keys; 2S values are cached.
+        layer_kinds: the kind of each layer.
+        scaling: of the scores.
+        softcap: scores become softcap * tanh(score / softcap); None: they stay.
+        qk_norm: keys and queries are normalized: the latent is a map of normed keys and values, not of the input.
+        qkv_bias, o_bias: whether the projections made here have biases.
+    """
+
+    model_type = "latentfold"
+    sub_configs_defaults: ClassVar[dict[str, SubConfigSpec]] = {
+        "text_config": SubConfigSpec(AutoConfig, model_type="llama")
+    }
+
+    text_config: Any = None
+    attention: str = "self_attn"
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 1
+    kv_lora_rank: int = 1
+    frequencies: dict[str, list[float]] | None = None
+    layer_kinds: list[str] | None = None
+    scaling: float = 1.0
+    softcap: float | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not vars(self).get("_post_init_done"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.text_config, name)
+
+    @property
+    def rope_dims(self) -> list[int]:
+        """Rotated values cached per token by each layer."""
+        return [2 * len((self.frequencies or {})[kind]) for kind in self.layer_kinds or []]
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Rotated values cached per token, in the layers that cache most."""
+        return max(self.rope_dims)

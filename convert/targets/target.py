@@ -1,0 +1,68 @@
+"""What the conversion asks of the format it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from latentfold.convert.factorize import LatentAttention
+from latentfold.convert.source import Checkpoint
+
+
+class Ladder(Protocol):
+    """Frequencies that the rotating keys of a layer may have; `str` names them."""
+
+    @property
+    def frequencies(self) -> Tensor:
+        """(S,) inverse frequencies in float64."""
+
+
+class Copied(NamedTuple):
+    """A tensor that goes over as it is: its name in the source, and whether it writes to the residual stream."""
+
+    source: str
+    to_residual: bool = False
+
+
+class Target(Protocol):
+    """A format for one conversion: its sizes are fixed, its frequencies are to be chosen.
+
+    Attributes:
+        name: as `--target` has it.
+        expected: name and shape of every tensor the source must hold.
+        tied: names the source may hold besides, as a second copy of another tensor.
+        tensors: name and shape of every tensor of the result, in the order in which they are written.
+        kinds: the kind of each layer; layers of one kind rotate alike.
+        ladders: for each kind the candidates, most literal first.
+        residual: factor on the residual stream.
+        code: files that go into the checkpoint as they are.
+    """
+
+    name: str
+    expected: Mapping[str, tuple[int, ...]]
+    tied: frozenset[str]
+    tensors: Mapping[str, tuple[int, ...]]
+    kinds: tuple[str, ...]
+    ladders: Mapping[str, tuple[Ladder, ...]]
+    residual: float
+    code: tuple[Path, ...]
+
+    def outer(self) -> dict[str, Copied]:
+        """Tensors outside the layers, by their name in the result."""
+
+    def copied(self, layer: int) -> dict[str, Copied]:
+        """A layer's tensors that are not attention, by their name in the result."""
+
+    def attention(
+        self, layer: int, converted: LatentAttention, ladder: Ladder, checkpoint: Checkpoint
+    ) -> dict[str, Tensor]:
+        """A factorized layer's tensors by their name in the result."""
+
+    def config(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
+        """config.json, with the ladder chosen for each kind."""
+
+    def rope_parameters(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
+        """What the record says of the choice."""
