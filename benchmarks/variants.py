@@ -45,17 +45,14 @@ def _with(
     change: Callable[[CalibratedLayer], CalibratedLayer] = lambda layer: layer,
     fitted: Callable[[SlotFit], SlotFit] = lambda fit: fit,
     *,
-    sweeps: int = 40,
-    per_head: bool = True,
     refit: bool = True,
 ) -> Convert:
     """The method with changed statistics, a changed slot fit, or without its last steps."""
 
     def convert(layer: CalibratedLayer, slots: Tensor, kv_rank: int) -> tuple[LatentAttention, Tensor]:
         changed = change(layer)
-        fit = fitted(fit_slots(changed.rope, layer.pairs, slots, sweeps=sweeps))
-        ridge = 1e-4 if per_head else 1e12
-        found = factorize(changed.latent, layer.weights, fit, kv_rank, ridge=ridge)
+        fit = fitted(fit_slots(changed.rope, layer.pairs, slots))
+        found = factorize(changed.latent, layer.weights, fit, kv_rank)
         return (refit_output(found, slots, layer.samples) if refit else found), slots
 
     return convert
@@ -90,10 +87,8 @@ def _no_overlap(layer: CalibratedLayer) -> CalibratedLayer:
 def _plain_statistics(layer: CalibratedLayer) -> CalibratedLayer:
     """Plain token averages in place of what the attention output feels: keys, values and distances."""
     stats = layer.latent
-    moment = stats.moment.expand_as(stats.key_moment)
-    trace = stats.moment.trace()
     length = layer.rope.distance.shape[1]
-    uniform = torch.arange(length, 0, -1, dtype=torch.float64, device=moment.device)  # pairs of tokens at each distance
+    uniform = torch.arange(length, 0, -1, dtype=torch.float64, device=stats.moment.device)  # pairs of tokens at each distance
     return replace(
         layer,
         rope=replace(
@@ -101,7 +96,7 @@ def _plain_statistics(layer: CalibratedLayer) -> CalibratedLayer:
             distance=uniform.expand_as(layer.rope.distance).contiguous(),
             key_moment=_pair_moment(stats),
         ),
-        latent=replace(stats, key_moment=moment / trace, value_moment=moment),
+        latent=replace(stats, key_moment=stats.moment / stats.moment.trace(), value_moment=stats.moment),
     )
 
 
@@ -126,8 +121,8 @@ def _norm_balanced(layer: CalibratedLayer) -> CalibratedLayer:
         latent=replace(
             stats,
             query_moment=identity * gain**2,
-            key_moment=stats.moment.expand_as(stats.key_moment),
-            value_moment=stats.moment.expand_as(stats.value_moment),
+            key_moment=stats.moment,
+            value_moment=stats.moment,
         ),
     )
 
@@ -163,7 +158,7 @@ def _no_folding(layer: CalibratedLayer, slots: Tensor, kv_rank: int) -> tuple[La
     def fitted(fit: SlotFit) -> SlotFit:
         return replace(fit, coefficients=fit.coefficients * own)
 
-    return _with(change, fitted, sweeps=0)(layer, slots, kv_rank)
+    return _with(change, fitted)(layer, slots, kv_rank)
 
 
 # ------------------------------------------------------------------------------------------------------- baselines
@@ -196,7 +191,7 @@ def _transmla(layer: CalibratedLayer, slots: Tensor, kv_rank: int) -> tuple[Late
         coefficients[:, members, s] = u.reshape(kv_heads, -1)[w.group]
     fit = _slot_fit(keys, coefficients, layer.pairs[::fold][: len(slots)], still=layer.pairs.new_ones(heads, n))
     balanced = _norm_balanced(layer)
-    found = factorize(balanced.latent, balanced.weights, fit, kv_rank, ridge=1e12)
+    found = factorize(balanced.latent, balanced.weights, fit, kv_rank)
     return replace(found, o=w.o), fit.frequencies
 
 
@@ -226,10 +221,10 @@ def _svd_baseline(moment: Callable[[LatentStatistics], Tensor]) -> Convert:
         latent = replace(
             _no_overlap(chosen).latent,
             query_moment=identity / layer.weights.scale**2,
-            key_moment=chosen.latent.moment.expand_as(layer.latent.key_moment),
-            value_moment=chosen.latent.moment.expand_as(layer.latent.value_moment),
+            key_moment=chosen.latent.moment,
+            value_moment=chosen.latent.moment,
         )
-        found = factorize(latent, replace(layer.weights, o=identity.contiguous()), fit, kv_rank, ridge=1e12)
+        found = factorize(latent, replace(layer.weights, o=identity.contiguous()), fit, kv_rank)
         return replace(found, o=layer.weights.o), fit.frequencies
 
     return convert
@@ -245,15 +240,13 @@ VARIANTS = {
     for variant in (
         Variant("latentfold", _default),
         Variant("no ladder search", _default, searches_ladder=False),
-        Variant("no complex mixing", _with(_real_mixing, sweeps=0)),
-        Variant("no alternation", _with(sweeps=0)),
+        Variant("no complex mixing", _with(_real_mixing)),
         Variant("no query weights", _with(_no_query_weights)),
         Variant("no sensitivity weights", _with(_plain_statistics)),
         Variant("no constants", _with(fitted=_no_constants)),
         Variant("no folding", _no_folding),
         Variant("no joint metric", _no_joint_metric),
         Variant("no head overlap", _with(_no_overlap)),
-        Variant("no per-head readers", _with(per_head=False)),
         Variant("no output refit", _with(refit=False)),
     )
 }

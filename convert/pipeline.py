@@ -35,8 +35,6 @@ from latentfold.convert.verify import RELOAD_TOLERANCE, MemoryTarget, probe_reco
 
 LADDER_TOKENS = 8192
 """A few windows are enough to rank ladders."""
-LADDER_SWEEPS = 3
-"""Alternations of `fit_slots` when ranking ladders; the chosen one is solved more closely."""
 
 
 @dataclass(frozen=True)
@@ -252,8 +250,7 @@ def score_ladders(
             stats = self.rope.result()
             unit = 0.5 * self.scale**2 * self.rope.samples / max(self.power, 1e-300) / model.num_layers
             for i, slots in enumerate(frequencies[self.kind]):
-                found = fit_slots(stats, self.pairs, slots, sweeps=LADDER_SWEEPS)
-                totals[self.kind][i] += unit * found.objective
+                totals[self.kind][i] += unit * fit_slots(stats, self.pairs, slots).objective
 
     observe(model, tokens, LadderObserver, description="1/2 rotations", progress=config.progress)
     return totals

@@ -213,18 +213,6 @@ def _solve_coefficients(
     return previous + solve_right(gram, c - previous @ gram, ridge)
 
 
-def _solve_keys(previous: Tensor, a: Tensor, query_power: Tensor, kernels: _Kernels, ridge: float) -> Tensor:
-    """Least squares for U given a. The keys' own moments cancel: target and slots are both linear in the keys."""
-    heads, n, slots = a.shape
-    kv_heads = previous.shape[1] // n
-    weighted = query_power[:, :, None] * a.conj()  # (H, n, S)
-    gram = torch.einsum("hjr,hjs,hrs->rs", a, weighted, kernels.slot_slot)
-    rhs = (weighted * kernels.pair_slot).mT.reshape(kv_heads, heads // kv_heads, slots, n).sum(1)
-    rhs = rhs.transpose(0, 1).reshape(slots, kv_heads * n)
-    step = solve_right(gram, (rhs - gram.mT @ previous.conj()).mT, ridge)
-    return previous + step.mT.conj()
-
-
 def _error(a: Tensor, keys: Tensor, pairs: Tensor, group: Tensor, kernels: _Kernels, query_power: Tensor) -> float:
     """Weighted squared error of (1) under `kernels`."""
     c, gram = _normal_equations(keys, pairs, group, kernels)
@@ -239,7 +227,6 @@ def fit_slots(
     slots: Tensor,
     *,
     lost: float = 0.05,
-    sweeps: int = 40,
     ridge: float = 1e-6,
 ) -> SlotFit:
     """Solve (1) for one layer.
@@ -249,8 +236,7 @@ def fit_slots(
         pairs: (n,) the source's inverse frequencies w.
         slots: (S,) the target's inverse frequencies v.
         lost: share of the non-rotating part that the latent is expected to lose, in [0, 1].
-        sweeps: alternations between the coefficients and the keys.
-        ridge: relative damping of each step (towards the previous solution, never towards zero).
+        ridge: relative damping of the coefficients (towards a cluster's own, never towards zero).
     """
     pairs, slots = pairs.to(torch.float64), slots.to(torch.float64)
     heads, n = stats.query_power.shape
@@ -259,9 +245,6 @@ def fit_slots(
     raw = _Kernels.raw(stats.distance, pairs, slots)
     kernels, lossless = raw.centred(lost), raw.centred(0.0)
     keys, a = _initial_keys(stats, kernels, pairs, slots)
-    for _ in range(sweeps if len(slots) else 0):
-        a = _solve_coefficients(a, keys, stats.key_moment, group, kernels, ridge)
-        keys = _solve_keys(keys, a, stats.query_power, kernels, ridge)
     if len(slots):
         a = _solve_coefficients(a, keys, stats.key_moment, group, kernels, ridge)
     return SlotFit(
