@@ -1,7 +1,9 @@
 """Convert MHA/GQA checkpoints to MLA: `convert_checkpoint(source, output)`, `inspect_model(name)`."""
 
-import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from wrapt import when_imported
 
 from latentfold.convert.errors import InputError
 
@@ -35,10 +37,10 @@ def __getattr__(name: str) -> Any:
     """Import torch and transformers only when something is used."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
-if "transformers" in sys.modules:  # it shall know our class; where nobody uses it, it is not worth its import time
-    import latentfold.convert.targets.native  # noqa: F401
+@when_imported("transformers.models.auto.modeling_auto")
+def _register(_: Any) -> None:
+    """Let transformers know our class, once somebody uses transformers: importing it here would cost seconds."""
+    import_module("latentfold.convert.targets.native")

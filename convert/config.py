@@ -13,6 +13,7 @@ DEFAULT_WINDOW = 4096
 PORTABLE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 OUTPUT_DTYPES = PORTABLE_DTYPES | {"float16": torch.float16}
 TARGETS = ("auto", "deepseek", "native")
+ENGINES = ("any", "transformers")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class ConversionConfig:
         device: torch device, or "auto".
         target: "deepseek" (the stock class that every engine loads), "native" (our own class, for what that one
             cannot hold), or "auto": the first wherever it fits.
+        engine: what has to load the stock class: "any" engine, or "transformers" alone, whose class has biases too.
         dtype: "bfloat16", "float32", or "auto" (the source's; float16 becomes bfloat16); "float16" for "native".
         max_shard_size: as in transformers, "5GB".
         stream: keep no copy of a Hub source: fetch its shards when they are needed and delete them (slower).
@@ -59,6 +61,7 @@ class ConversionConfig:
     seed: int = 0
     device: str = "auto"
     target: str = "auto"
+    engine: str = "any"
     dtype: str = "auto"
     max_shard_size: str = "5GB"
     stream: bool = False
@@ -68,6 +71,8 @@ class ConversionConfig:
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise InputError(f"--target {self.target}: expected {', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
+        if self.engine not in ENGINES:
+            raise InputError(f"--engine {self.engine}: expected {' or '.join(ENGINES)}")
         if self.dtype == "float16" and self.target != "native":
             raise InputError(
                 "--dtype float16: the latent norm is made neutral with values float16 cannot hold; "

@@ -191,9 +191,10 @@ class StreamedModel:
         return len(self._layers)
 
     @property
-    def inverse_frequencies(self) -> Tensor:
-        """(n,) the model's own inverse frequencies, any scaling included, in float64; where all layers share them."""
-        return self.rotation(0)[0]
+    def embedding(self) -> str:
+        """Name of the token embedding's weight."""
+        module = self.model.get_input_embeddings()
+        return next(name for name, found in self.model.named_modules() if found is module) + ".weight"
 
     def rotation(self, index: int) -> tuple[Tensor, float]:
         """A layer's inverse frequencies (n,) in float64, any scaling included, and its factor on cos and sin."""
@@ -225,13 +226,10 @@ class StreamedModel:
         Raises:
             InputError: one is missing or has another shape.
         """
-        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
-        for name, meta in self.model.state_dict().items():
+        for name, size in self.shapes.items():
             found = list(headers[name].shape) if name in headers else "nothing"
-            if name not in tied and found != list(meta.shape):
-                raise InputError(
-                    f"tensor {name}: expected shape {list(meta.shape)}, as config.json says, found {found}"
-                )
+            if found != list(size):
+                raise InputError(f"tensor {name}: expected shape {list(size)}, as config.json says, found {found}")
 
     def _load(self, module: nn.Module, prefix: str) -> None:
         names = {name: self.tied.get(prefix + name, prefix + name) for name in module.state_dict()}

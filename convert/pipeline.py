@@ -306,7 +306,8 @@ def _copies(plan: ConversionPlan, copied: dict[str, Copied]) -> dict[str, Tensor
     """Tensors that go over as they are, but for the residual's factor, rounded once."""
     tensors = {}
     for name, copy in copied.items():
-        tensor = plan.checkpoint.tensor(copy.source)
+        part, parts = copy.part
+        tensor = plan.checkpoint.tensor(copy.source).chunk(parts)[part]
         if copy.to_residual:
             tensor = tensor.to(torch.float32) * plan.target.residual
         tensors[name] = tensor.to(plan.dtype)

@@ -97,10 +97,8 @@ def make_target(
     dtype: torch.dtype,
 ) -> Target:
     """The format called `name` (deepseek or native) for one model and size."""
-    if name == PortableTarget.name:
-        assert family.portable is not None
-        return PortableTarget(config, family.portable, shape, kv_rank, rope_dim, dtype)
-    return NativeTarget(checkpoint, config, family, shape, kv_rank, rope_dim, dtype)
+    kind = PortableTarget if name == PortableTarget.name else NativeTarget
+    return kind(checkpoint, config, family, shape, kv_rank, rope_dim, dtype)
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
@@ -265,7 +263,7 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
         check_output(config, checkpoint)
     model = read_config(checkpoint)
     shape = model_shape(model)
-    family, target_name, notices = choose_target(config, checkpoint.name, judge(model, shape))
+    family, target_name, notices = choose_target(config, checkpoint.name, judge(model, shape, config.engine))
     proposal = propose_sizes(shape)
     kv_rank = config.kv_rank or proposal.kv_rank
     rope_dim = config.rope_dim or proposal.rope_dim

@@ -74,6 +74,7 @@ def starting_recipe(config: ConversionConfig, plan: ConversionPlan, windows: Win
         | {
             "calibration": [public_name(name) for name in options["calibration"]],
             "target": plan.target.name,
+            "engine": plan.target.engine,
             "kv_rank": plan.kv_rank,
             "rope_dim": plan.rope_dim,
             "seq_len": plan.seq_len,

@@ -175,7 +175,7 @@ def evaluate(
         models.append(StreamedModel(checkpoint, config, compute, torch_device))
         models[-1].check_headers(checkpoint.headers)
     if recipe:
-        _check_original(a, b, recipe)
+        _check_original(a.name, b.name, models, recipe)
     scores, layers = _sweep(models[0], models[1], torch.cat([w.tokens for w in windowed]), recipe, progress)
     parts = scores.split([len(w.tokens) for w in windowed])
     texts = tuple(
@@ -320,12 +320,12 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, Any] | None:
     scale, layers = recipe.get("residual_scale"), recipe.get("layers")
     errors = [layer.get("output") if isinstance(layer, dict) else None for layer in layers or ()]
     complete = all(isinstance(number, (int, float)) for number in [scale, *errors])
-    if not complete or len(errors) != checkpoint.config.get("num_hidden_layers"):
+    if not complete or len(errors) != model_shape(read_config(checkpoint)).num_layers:
         raise InputError(f"{path}: not the record of this conversion; convert again")
     return recipe
 
 
-def _check_original(a: Checkpoint, b: Checkpoint, recipe: dict[str, Any]) -> None:
+def _check_original(a: str, b: str, models: Sequence[StreamedModel], recipe: dict[str, Any]) -> None:
     """Refuse a model that `b` was not converted from: a card would call the difference the conversion's cost.
 
     A conversion leaves the embedding as it is, but for the residual scale and rounding.
@@ -333,11 +333,11 @@ def _check_original(a: Checkpoint, b: Checkpoint, recipe: dict[str, Any]) -> Non
     Raises:
         InputError: the embeddings differ.
     """
-    expected, found = (c.tensor("model.embed_tokens.weight")[:EMBEDDINGS_COMPARED].double() for c in (a, b))
+    expected, found = (model.tensor(model.embedding)[:EMBEDDINGS_COMPARED].double() for model in models)
     expected *= recipe["residual_scale"]
     if expected.shape != found.shape or not (found - expected).norm() <= EMBEDDING_TOLERANCE * expected.norm():
         raise InputError(
-            f"{a.name}: not the model that {b.name} was made from (their embeddings differ); "
+            f"{a}: not the model that {b} was made from (their embeddings differ); "
             f"expected {recipe['source'].get('name')}"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def save_family(folder: Path, name: str, **changes: Any) -> Path:
     """Write a random tiny model of `MODELS` with its tokenizer."""
-    options = SIZES | MODELS[name] | changes
+    options = deepcopy(SIZES | MODELS[name] | changes)  # transformers completes rope parameters in place
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

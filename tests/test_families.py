@@ -170,6 +170,22 @@ model.save_pretrained({str(tmp_path / "again")!r})
     assert (tmp_path / "again" / "modeling_latentfold.py").is_file()
 
 
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import latentfold.convert; from transformers import AutoModelForCausalLM",
+        "from transformers import AutoModelForCausalLM; import latentfold.convert",
+        "import transformers, latentfold.convert; AutoModelForCausalLM = transformers.AutoModelForCausalLM",
+    ],
+)
+def test_loads_with_latentfold_without_trust(imports: str, tmp_path: Path, options: dict[str, Any]) -> None:
+    source, out = save_family(tmp_path / "source", "qwen3"), tmp_path / "out"
+    convert_checkpoint(str(source), str(out), target="native", kv_rank=10, rope_dim=4, **options)
+    script = f"{imports}; print(type(AutoModelForCausalLM.from_pretrained({str(out)!r})).__module__)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["latentfold.convert.targets.native.modeling_latentfold"]
+
+
 def test_auto_takes_the_stock_class_wherever_it_fits(tmp_path: Path, options: dict[str, Any]) -> None:
     sizes = {"kv_rank": 10, "rope_dim": 4}
     for name, expected in (("llama", "deepseek_v3"), ("qwen2", "latentfold")):
@@ -177,7 +193,7 @@ def test_auto_takes_the_stock_class_wherever_it_fits(tmp_path: Path, options: di
         recipe = convert_checkpoint(str(source), str(out), **sizes, **options).recipe
         assert json.loads((out / "config.json").read_text())["model_type"] == expected
         assert recipe["options"]["target"] == ("deepseek" if name == "llama" else "native")
-    with pytest.raises(InputError, match=r"'qwen2': q/k/v bias"):
+    with pytest.raises(InputError, match=r"attention bias, .*--engine transformers"):
         convert_checkpoint(str(tmp_path / "qwen2"), str(tmp_path / "x"), target="deepseek", **sizes, **options)
 
 

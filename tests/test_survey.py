@@ -83,7 +83,7 @@ def test_an_interrupted_conversion_is_not_surveyed_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(pipeline, "outer_tensors", interrupt)
+        patch.setattr(pipeline, "score_ladders", interrupt)
         convert_checkpoint(source, out, cache_values=16, **options)
     monkeypatch.setattr(pipeline, "survey", lambda *_: pytest.fail("surveyed"))
     for other in ({"seed": 4, "cache_values": 16}, {"cache_values": 6}):

@@ -44,6 +44,12 @@ from latentfold.convert.cli.push import push
     help="deepseek: the stock class that every engine loads; native: latentfold's own, for any family; "
     "auto: deepseek wherever it can hold the model.",
 )
+@click.option(
+    "--engine",
+    default="any",
+    show_default=True,
+    help="What has to load the stock class: any engine, or transformers alone, where it holds q/k/v biases too.",
+)
 @click.option("--dtype", default="auto", show_default=True, help="Stored dtype: bfloat16, float32; auto: the source's.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Largest file.")
 @click.option(

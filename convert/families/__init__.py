@@ -1,9 +1,4 @@
-"""What each model family is, as data; docs/families.md shows how to add one.
-
-Shape symbols, used by the portable target's tensor tables
-    V  vocab_size     D  hidden_size    F  intermediate_size
-    Q  num_attention_heads * head_dim   K  num_key_value_heads * head_dim
-"""
+"""What each model family is, as data; docs/families.md shows how to add one."""
 
 from __future__ import annotations
 
@@ -46,8 +41,12 @@ class Verdict:
     not_portable: tuple[str, ...] = ()
 
 
-def judge(config: Any, shape: ModelShape) -> Verdict:
-    """Look for everything in a transformers config that the converted model would get wrong."""
+def judge(config: Any, shape: ModelShape, engine: str = "any") -> Verdict:
+    """Look for everything in a transformers config that the converted model would get wrong.
+
+    Args:
+        engine: what has to load a portable result; "transformers" takes biases too.
+    """
     if shape.is_mla:
         return Verdict(None, (f"already MLA (kv_lora_rank {shape.kv_lora_rank})",))
     model_type = config.model_type
@@ -76,7 +75,7 @@ def judge(config: Any, shape: ModelShape) -> Verdict:
     if hasattr(config, "rms_norm_eps") and not _above(config.rms_norm_eps, 0):
         reasons.append(f"rms_norm_eps {config.rms_norm_eps!r}: expected a positive number")
     found = tuple(reasons)
-    return Verdict(None if reasons else family, found, () if reasons else tuple(_not_portable(family, config, shape)))
+    return Verdict(None if reasons else family, found, () if reasons else tuple(_not_portable(family, config, shape, engine)))
 
 
 def _ropes(config: Any) -> dict[str, dict[str, Any]]:
@@ -87,18 +86,18 @@ def _ropes(config: Any) -> dict[str, dict[str, Any]]:
     return {"": parameters} if "rope_type" in parameters else {k: v for k, v in parameters.items() if v}
 
 
-def _not_portable(family: Family, config: Any, shape: ModelShape) -> list[str]:
-    if family.portable is None:
+def _not_portable(family: Family, config: Any, shape: ModelShape, engine: str) -> list[str]:
+    if not family.portable:
         return [f"family {family.model_type!r}: {family.why_not_portable}"]
     reasons: list[str] = []
     if any(w is not None for w in shape.windows):
         reasons.append(f"sliding window attention ({max(w for w in shape.windows if w is not None)} tokens)")
-    if getattr(config, "attention_bias", False):
-        reasons.append("attention bias (attention_bias: true): the portable target has none")
+    if family.biased(config) and engine != "transformers":
+        reasons.append("attention bias, which the stock class has in transformers only (--engine transformers)")
     if getattr(config, "mlp_bias", False):
-        reasons.append("MLP bias (mlp_bias: true): the portable target has none")
+        reasons.append("MLP bias (mlp_bias: true): the stock class has none")
     if config.hidden_act not in ("silu", "swish"):
-        reasons.append(f"activation {config.hidden_act!r}: the portable target's MLP is SiLU")
+        reasons.append(f"activation {config.hidden_act!r}: the stock class's MLP is SiLU")
     rope = config.rope_parameters
     if rope["rope_type"] not in PORTABLE_ROPE:
         reasons.append(f"rope type {rope['rope_type']!r}; supported: {', '.join(PORTABLE_ROPE)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,49 +45,6 @@ def by_head(name: str) -> Split:
 
 
 @dataclass(frozen=True)
-class TensorRole:
-    """One tensor: name, shape in symbols (see the package's legend), whether it writes to the residual stream."""
-
-    name: str
-    shape: str
-    to_residual: bool = False
-
-
-@dataclass(frozen=True)
-class PortableLayout:
-    """Where a model that fits the portable target keeps everything, by name and shape.
-
-    Attributes:
-        embedding, norm, head: tensors outside the layers. The head may be tied to the embedding.
-        layer_prefix: what stands before the names below, with `{layer}`.
-        q, k, v, o: the attention projections.
-        input_norm: the norm before attention.
-        copied: the layer's other tensors by their name in the target.
-    """
-
-    embedding: TensorRole
-    norm: TensorRole
-    head: TensorRole
-    layer_prefix: str
-    q: TensorRole
-    k: TensorRole
-    v: TensorRole
-    o: TensorRole
-    input_norm: TensorRole
-    copied: Mapping[str, TensorRole]
-
-    def expected_tensors(self, shape: ModelShape, *, tied: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor the source must hold."""
-        outer = [self.embedding, self.norm] + ([] if tied else [self.head])
-        for role in outer:
-            yield role.name, shape.resolve(role.shape)
-        for layer in range(shape.num_layers):
-            prefix = self.layer_prefix.format(layer=layer)
-            for role in (self.q, self.k, self.v, self.o, *self.copied.values()):
-                yield prefix + role.name, shape.resolve(role.shape)
-
-
-@dataclass(frozen=True)
 class Family:
     """What a family's attention is, in terms that calibration, factorization and targets share.
 
@@ -106,8 +63,11 @@ class Family:
         rotates: whether a layer has RoPE.
         interleaved: rotary pairs are neighbours, not half a head apart.
         unsupported: settings under which a model of the family computes something that is not described here.
-        portable: the layout for the portable target, where some models of the family fit it.
-        why_not_portable: a few words where none does.
+        biased: whether the attention's projections have biases.
+        portable: outside attention it computes what Llama does from tensors named as Llama's, so that the portable target
+            holds some models of the family.
+        why_not_portable: a few words where it does not.
+        gate_up: the MLP's gate and up projections in one, gate first, where they are.
         ignored: endings of names that old checkpoints carry and nothing reads.
     """
 
@@ -124,8 +84,10 @@ class Family:
     rotates: Callable[[Any, int], bool] = lambda config, layer: True
     interleaved: bool = False
     unsupported: tuple[str, ...] = ()
-    portable: PortableLayout | None = None
+    biased: Callable[[Any], bool] = lambda config: bool(getattr(config, "attention_bias", False))
+    portable: bool = False
     why_not_portable: str = ""
+    gate_up: str | None = None
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
 

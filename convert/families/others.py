@@ -16,7 +16,7 @@ FAMILIES = (
     Family("qwen2_moe", why_not_portable="q/k/v bias and mixture of experts"),
     Family("qwen3_moe", q_norm="q_norm", k_norm="k_norm", why_not_portable="q/k-norm and mixture of experts"),
     Family("olmoe", q_norm="q_norm", k_norm="k_norm", unsupported=("clip_qkv",), why_not_portable="q/k-norm"),
-    Family("phi3", split=stacked("qkv_proj"), why_not_portable="fused qkv_proj"),
+    Family("phi3", split=stacked("qkv_proj"), portable=True, gate_up="mlp.gate_up_proj"),
     Family(
         "phi",
         output="dense",

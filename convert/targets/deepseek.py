@@ -7,12 +7,16 @@ Shape legend
 Its conditions, each of which some engine breaks on in silence: no biases, interleaved rope, an explicit lm_head, all
 layers dense, rope parameters in the old and the new spelling, rms_norm_eps equal to the 1e-6 that transformers and MLX
 hard-code for the latent norm, yarn only with mscale == mscale_all_dim.
+
+Biases are possible where transformers alone has to load it. Its class puts `attention_bias` on q_a_proj,
+kv_a_proj_with_mqa and o_proj: what rotates gets its bias from the second, the values' is a constant output, and for the
+queries q_a_proj is the identity with a constant beside it (q_lora_rank = D + 1), from which q_b_proj reads their bias.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +28,11 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
 from latentfold.convert.factorize import LatentAttention
-from latentfold.convert.families.family import PortableLayout
+from latentfold.convert.families.family import Family
+from latentfold.convert.layers import StreamedModel
 from latentfold.convert.shapes import ModelShape
 from latentfold.convert.source import Checkpoint
-from latentfold.convert.targets.target import Copied
+from latentfold.convert.targets.target import Copied, Unwritten
 
 LATENT_EPS = 1e-6
 """Epsilon of the latent norms; the model's own norms must have the same one (docs/portable.md)."""
@@ -139,22 +144,27 @@ def residual_scale(eps: float, dtype: torch.dtype) -> float:
     return exact if dtype in (torch.float32, torch.float64) else 2.0 ** round(math.log2(exact))
 
 
-def neutral_norm(rows: Tensor, gain: Tensor, dtype: torch.dtype) -> tuple[float, float, float]:
-    """Make the mandatory latent norm do nothing.
+def largest_energy(rows: Tensor, gain: Tensor) -> float:
+    """Largest mean square of c = rows x, over *all* tokens, not sampled ones.
 
-    RMSNorm(s c) w = c (s w / sqrt(eps)) (1 - mean((s c)^2) / (2 eps) + ..), so a tiny s and w = sqrt(eps)/s give c. The
-    size of c is bounded over *all* tokens, not sampled: x is an RMS-normed vector times `gain`, so |c| is at most
-    sqrt(D) |rows diag(gain)|_2.
+    x is an RMS-normed vector times `gain`, so |c| is at most sqrt(D) |rows diag(gain)|_2.
 
     Args:
-        rows: (r, D) latent rows.  gain: (D,) weight of the layer's input norm.  dtype: stored dtype.
-
-    Returns:
-        s (a power of two), w as stored, and the factor on kv_b_proj that takes up the rounding of w.
+        rows: (r, D).  gain: (D,) weight of the layer's input norm.
     """
     rank, hidden = rows.shape
-    bound = float(torch.linalg.matrix_norm(rows * gain, 2)) ** 2 * hidden / rank
-    s = 2.0 ** math.floor(0.5 * math.log2(LATENT_ENERGY * LATENT_EPS / max(bound, 1e-12)))
+    return float(torch.linalg.matrix_norm(rows * gain, 2)) ** 2 * hidden / rank
+
+
+def neutral_norm(energy: float, dtype: torch.dtype) -> tuple[float, float, float]:
+    """Make a mandatory norm do nothing to vectors c of a mean square of at most `energy`.
+
+    RMSNorm(s c) w = c (s w / sqrt(eps)) (1 - mean((s c)^2) / (2 eps) + ..), so a tiny s and w = sqrt(eps)/s give c.
+
+    Returns:
+        s (a power of two), w as stored in `dtype`, and the factor on what reads c that takes up the rounding of w.
+    """
+    s = 2.0 ** math.floor(0.5 * math.log2(LATENT_ENERGY * LATENT_EPS / max(energy, 1e-12)))
     exact = math.sqrt(LATENT_EPS) / s
     stored = float(torch.tensor(exact).to(dtype))
     return s, stored, exact / stored
@@ -163,27 +173,40 @@ def neutral_norm(rows: Tensor, gain: Tensor, dtype: torch.dtype) -> tuple[float,
 def attention_tensors(
     layer: LatentAttention, ladder: Ladder, gain: Tensor, residual: float, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """A factorized layer in the stock class's layout, names relative to `self_attn.`.
+    """A factorized layer in the stock class's layout, names relative to `self_attn.`; with biases where it has some.
 
     Args:
         layer: the factorization.  ladder: for its softmax factor.  gain: (D,) weight of the layer's input norm.
         residual: factor on the residual stream.  dtype: what it will be stored in.
     """
-    heads, head_dim, hidden = layer.q_nope.shape
-    slots = layer.rope_key.shape[0]
-    s, weight, correction = neutral_norm(layer.latent, gain, dtype)
+    heads, head_dim, _ = layer.q_nope.shape
+    hidden, slots, rank = len(gain), len(layer.rope_key), len(layer.latent)
+    s, weight, correction = neutral_norm(largest_energy(layer.latent[:, :hidden], gain), dtype)
     # the stock softmax scale is (nope + rope)^-1/2 times the yarn factor: fold the layer's own into q
     fold = layer.scale * math.sqrt(head_dim + 2 * slots) / ladder.softmax_factor
     queries = torch.cat([layer.q_nope, _interleaved(layer.q_rope)], dim=1) * fold
     keys = torch.cat([layer.latent * s, _interleaved(layer.rope_key)])
     readers = torch.cat([layer.k_up, layer.v_up], dim=1) * correction
-    rank = layer.latent.shape[0]
-    return {
-        "q_proj.weight": queries.reshape(heads * (head_dim + 2 * slots), hidden),
-        "kv_a_proj_with_mqa.weight": keys,
+    queries = queries.flatten(0, 1)  # (H (d + 2S), X)
+    tensors = {
+        "kv_a_proj_with_mqa.weight": keys[:, :hidden],
         "kv_a_layernorm.weight": torch.full((rank,), weight, dtype=torch.float64),
         "kv_b_proj.weight": readers.reshape(heads * 2 * head_dim, rank),
         "o_proj.weight": residual * layer.o.transpose(0, 1).reshape(hidden, heads * head_dim),
+    }
+    if not layer.source.has_bias:
+        return tensors | {"q_proj.weight": queries}
+    constant = layer.source.o_bias if layer.source.o_bias is not None else keys.new_zeros(hidden)
+    energy = (float(gain.abs().max()) ** 2 * hidden + 1) / (hidden + 1)
+    s, weight, correction = neutral_norm(energy, dtype)
+    identity = s * torch.eye(hidden + 1, dtype=torch.float64, device=keys.device)
+    return tensors | {
+        "q_a_proj.weight": identity[:, :hidden],
+        "q_a_proj.bias": identity[:, hidden],
+        "q_a_layernorm.weight": torch.full((hidden + 1,), weight, dtype=torch.float64),
+        "q_b_proj.weight": queries * correction,
+        "kv_a_proj_with_mqa.bias": keys[:, hidden],
+        "o_proj.bias": residual * constant,
     }
 
 
@@ -192,16 +215,9 @@ def _interleaved(rows: Tensor) -> Tensor:
     return torch.stack([rows.real, rows.imag], dim=-2).flatten(-3, -2)
 
 
-def attention_shapes(hidden: int, heads: int, head_dim: int, rank: int, rope_dim: int) -> Iterator[tuple[str, tuple]]:
-    """Names (relative to `self_attn.`) and shapes of `attention_tensors`, without any weight."""
-    yield "q_proj.weight", (heads * (head_dim + rope_dim), hidden)
-    yield "kv_a_proj_with_mqa.weight", (rank + rope_dim, hidden)
-    yield "kv_a_layernorm.weight", (rank,)
-    yield "kv_b_proj.weight", (heads * 2 * head_dim, rank)
-    yield "o_proj.weight", (hidden, heads * head_dim)
-
-
-def target_config(source: Any, ladder: Ladder, head_dim: int, rank: int, dtype: torch.dtype) -> dict[str, Any]:
+def target_config(
+    source: Any, ladder: Ladder, head_dim: int, rank: int, dtype: torch.dtype, biased: bool
+) -> dict[str, Any]:
     """config.json of the converted model; `source` is the source's transformers config."""
     rope = {k: v for k, v in ladder.parameters.items() if k not in ("rope_type", "rope_theta")}
     scaling = {"type": "yarn", "rope_type": "yarn", **rope} if rope else None
@@ -223,12 +239,12 @@ def target_config(source: Any, ladder: Ladder, head_dim: int, rank: int, dtype: 
         "rms_norm_eps": LATENT_EPS,
         "use_cache": True,
         "tie_word_embeddings": False,
-        "attention_bias": False,
+        "attention_bias": biased,
         "attention_dropout": 0.0,
         "bos_token_id": source.bos_token_id,
         "eos_token_id": source.eos_token_id,
         "pad_token_id": source.pad_token_id,
-        "q_lora_rank": None,
+        "q_lora_rank": source.hidden_size + 1 if biased else None,
         "kv_lora_rank": rank,
         "qk_nope_head_dim": head_dim,
         "qk_rope_head_dim": ladder.rope_dim,
@@ -257,10 +273,11 @@ def target_config(source: Any, ladder: Ladder, head_dim: int, rank: int, dtype: 
 
 @dataclass(frozen=True)
 class PortableTarget:
-    """A `latentfold.convert.targets.target.Target`: models laid out as Llama is, without anything the class lacks."""
+    """A `latentfold.convert.targets.target.Target`: models that outside attention are what Llama is."""
 
+    checkpoint: Checkpoint
     source: Any
-    layout: PortableLayout
+    family: Family
     shape: ModelShape
     kv_rank: int
     rope_dim: int
@@ -269,16 +286,28 @@ class PortableTarget:
     code: ClassVar[tuple[Path, ...]] = ()
 
     @cached_property
+    def _model(self) -> StreamedModel:
+        return StreamedModel(self.checkpoint, self.source, torch.float32, torch.device("cpu"))
+
+    @property
+    def _biased(self) -> bool:
+        return self.family.biased(self.source)
+
+    @property
+    def engine(self) -> str:
+        return "transformers" if self._biased else "any"
+
+    @cached_property
     def residual(self) -> float:
         return residual_scale(self.source.rms_norm_eps, self.dtype)
 
-    @cached_property
+    @property
     def expected(self) -> dict[str, tuple[int, ...]]:
-        return dict(self.layout.expected_tensors(self.shape, tied=self.source.tie_word_embeddings))
+        return self._model.shapes
 
     @property
     def tied(self) -> frozenset[str]:
-        return frozenset([self.layout.head.name] if self.source.tie_word_embeddings else [])
+        return frozenset(self._model.tied)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -292,43 +321,39 @@ class PortableTarget:
 
     @cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        shape, layout = self.shape, self.layout
-        own = list(attention_shapes(shape.hidden_size, shape.num_heads, shape.head_dim, self.kv_rank, self.rope_dim))
-        found = {"model.embed_tokens.weight": shape.resolve(layout.embedding.shape)}
-        for layer in range(shape.num_layers):
-            prefix = f"model.layers.{layer}."
-            found |= {f"{prefix}self_attn.{name}": size for name, size in own}
-            found |= {prefix + name: shape.resolve(role.shape) for name, role in layout.copied.items()}
-        found["model.norm.weight"] = shape.resolve(layout.norm.shape)
-        found["lm_head.weight"] = shape.resolve(layout.head.shape)
-        return found
+        config = DeepseekV3Config(**self.config({KIND: self.ladders[KIND][0]}))
+        return StreamedModel(Unwritten(), config, torch.float32, torch.device("cpu")).shapes
 
     def outer(self) -> dict[str, Copied]:
-        layout = self.layout
-        head = layout.embedding if self.source.tie_word_embeddings else layout.head
-        return {
-            "model.embed_tokens.weight": Copied(layout.embedding.name, to_residual=True),
-            "model.norm.weight": Copied(layout.norm.name),
-            "lm_head.weight": Copied(head.name),
-        }
+        names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+        embedding = names[0]
+        return {name: Copied(self._model.tied.get(name, name), to_residual=name == embedding) for name in names}
 
     def copied(self, layer: int) -> dict[str, Copied]:
-        prefix = self.layout.layer_prefix.format(layer=layer)
+        prefix = f"model.layers.{layer}."
+        gate_up = self.family.gate_up
         return {
-            f"model.layers.{layer}.{name}": Copied(prefix + role.name, role.to_residual)
-            for name, role in self.layout.copied.items()
+            prefix + "input_layernorm.weight": Copied(prefix + "input_layernorm.weight"),
+            prefix + "post_attention_layernorm.weight": Copied(prefix + "post_attention_layernorm.weight"),
+            prefix + "mlp.down_proj.weight": Copied(prefix + "mlp.down_proj.weight", to_residual=True),
+        } | {
+            f"{prefix}mlp.{name}.weight": Copied(f"{prefix}{gate_up}.weight", part=(k, 2))
+            if gate_up
+            else Copied(f"{prefix}mlp.{name}.weight")
+            for k, name in enumerate(("gate_proj", "up_proj"))
         }
 
     def attention(
         self, layer: int, converted: LatentAttention, ladder: Ladder, checkpoint: Checkpoint
     ) -> dict[str, Tensor]:
-        norm = self.layout.layer_prefix.format(layer=layer) + self.layout.input_norm.name
-        gain = checkpoint.tensor(norm).to(converted.latent)
+        gain = checkpoint.tensor(f"model.layers.{layer}.input_layernorm.weight").to(converted.latent)
         tensors = attention_tensors(converted, ladder, gain, self.residual, self.dtype)
         return {f"model.layers.{layer}.self_attn.{name}": tensor for name, tensor in tensors.items()}
 
     def config(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
-        return target_config(self.source, chosen[KIND], self.shape.head_dim, self.kv_rank, self.dtype)
+        return target_config(
+            self.source, chosen[KIND], self.shape.head_dim, self.kv_rank, self.dtype, self._biased
+        )
 
     def rope_parameters(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
         return chosen[KIND].parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -21,10 +21,17 @@ class Ladder(Protocol):
 
 
 class Copied(NamedTuple):
-    """A tensor that goes over as it is: its name in the source, and whether it writes to the residual stream."""
+    """A tensor that goes over as it is.
+
+    Attributes:
+        source: its name in the source.
+        to_residual: whether it writes to the residual stream.
+        part: (k, n): the k-th of n equal parts of its rows.
+    """
 
     source: str
     to_residual: bool = False
+    part: tuple[int, int] = (0, 1)
 
 
 class Target(Protocol):
@@ -38,6 +45,7 @@ class Target(Protocol):
         kinds: the kind of each layer; layers of one kind rotate alike.
         ladders: for each kind the candidates, most literal first.
         residual: factor on the residual stream.
+        engine: what loads the result: "any", or "transformers" alone.
         code: files that go into the checkpoint as they are.
     """
 
@@ -48,6 +56,7 @@ class Target(Protocol):
     kinds: tuple[str, ...]
     ladders: Mapping[str, tuple[Ladder, ...]]
     residual: float
+    engine: str
     code: tuple[Path, ...]
 
     def outer(self) -> dict[str, Copied]:
@@ -66,3 +75,12 @@ class Target(Protocol):
 
     def rope_parameters(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
         """What the record says of the choice."""
+
+
+class Unwritten:
+    """Stands for the checkpoint of a model that is not there yet: it has no tensors."""
+
+    headers: ClassVar[dict[str, Any]] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        raise KeyError(name)

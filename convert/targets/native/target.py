@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from latentfold.convert.layers import StreamedModel
 from latentfold.convert.shapes import ModelShape
 from latentfold.convert.source import Checkpoint
 from latentfold.convert.targets.native import LatentfoldConfig
-from latentfold.convert.targets.target import Copied
+from latentfold.convert.targets.target import Copied, Unwritten
 
 STEPS = (1.0, 5 / 6, 2 / 3, 1 / 2, 1 / 3, 1 / 6, 0.0, 1.15, 1.3)
 """How far apart candidate frequencies lie on the source's own scale: 0 its fastest ones, 1 evenly over all of it."""
@@ -93,6 +93,7 @@ class NativeTarget:
     dtype: torch.dtype
     name = "native"
     residual = 1.0
+    engine = "transformers"
     code = tuple(Path(__file__).with_name(name) for name in ("configuration_latentfold.py", "modeling_latentfold.py"))
 
     @cached_property
@@ -131,7 +132,7 @@ class NativeTarget:
     @cached_property
     def _converted(self) -> StreamedModel:
         data = self.config({kind: options[0] for kind, options in self.ladders.items()})
-        return StreamedModel(_Nothing(), LatentfoldConfig(**data), torch.float32, torch.device("cpu"))
+        return StreamedModel(Unwritten(), LatentfoldConfig(**data), torch.float32, torch.device("cpu"))
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -232,12 +233,3 @@ class NativeTarget:
 
     def rope_parameters(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
         return {"rope_type": "stored"} | {kind: str(ladder) for kind, ladder in chosen.items()}
-
-
-class _Nothing:
-    """A checkpoint that is not there yet."""
-
-    headers: ClassVar[dict[str, Any]] = {}
-
-    def tensor(self, name: str) -> Tensor:
-        raise KeyError(name)
