@@ -225,11 +225,9 @@ def measure(
     rows: list[Row] = []
     source = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
     for (rope_dim, kv_rank), plan in zip(sizes, plans, strict=True):
-        scores = score_ladders(source, plan, calibrating, config)[KIND]
-        ladders = plan.target.ladders[KIND]
-        found = ladders[scores.index(min(scores))]
+        found, _ = score_ladders(source, plan, calibrating, config)[KIND][0]
         for variant in variants:
-            ladder = found if variant.searches_ladder else ladders[0]
+            ladder = found if variant.searches_ladder else plan.target.ladders[0]
             rows.append(Row(variant, f"{rope_dim}+{kv_rank}", kv_rank, ladder.frequencies.to(source.device)))
     tokens = torch.cat(list(parts.values()))
     last = sweep(source, plan, config, calibrating.tokens, tokens, rows)

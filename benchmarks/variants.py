@@ -23,6 +23,9 @@ from latentfold.convert.rope import SlotFit, complex_pair_moment, fit_slots, to_
 Convert = Callable[[CalibratedLayer, Tensor, int], tuple[LatentAttention, Tensor]]
 """(layer, slots (S,), kv_rank) -> the layer and the frequencies (S',) of its own slots."""
 
+POOLED = 1e12
+"""A damping under which heads read by the pooled solution."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -45,6 +48,7 @@ def _with(
     change: Callable[[CalibratedLayer], CalibratedLayer] = lambda layer: layer,
     fitted: Callable[[SlotFit], SlotFit] = lambda fit: fit,
     *,
+    per_head: bool = True,
     refit: bool = True,
 ) -> Convert:
     """The method with changed statistics, a changed slot fit, or without its last steps."""
@@ -52,7 +56,8 @@ def _with(
     def convert(layer: CalibratedLayer, slots: Tensor, kv_rank: int) -> tuple[LatentAttention, Tensor]:
         changed = change(layer)
         fit = fitted(fit_slots(changed.rope, layer.pairs, slots))
-        found = factorize(changed.latent, layer.weights, fit, kv_rank)
+        ridge = {} if per_head else {"ridge": POOLED}
+        found = factorize(changed.latent, layer.weights, fit, kv_rank, **ridge)
         return (refit_output(found, slots, layer.samples) if refit else found), slots
 
     return convert
@@ -87,8 +92,11 @@ def _no_overlap(layer: CalibratedLayer) -> CalibratedLayer:
 def _plain_statistics(layer: CalibratedLayer) -> CalibratedLayer:
     """Plain token averages in place of what the attention output feels: keys, values and distances."""
     stats = layer.latent
+    moment = stats.moment.expand_as(stats.key_moment)
     length = layer.rope.distance.shape[1]
-    uniform = torch.arange(length, 0, -1, dtype=torch.float64, device=stats.moment.device)  # pairs of tokens at each distance
+    uniform = torch.arange(
+        length, 0, -1, dtype=torch.float64, device=stats.moment.device
+    )  # pairs of tokens at each distance
     return replace(
         layer,
         rope=replace(
@@ -96,7 +104,7 @@ def _plain_statistics(layer: CalibratedLayer) -> CalibratedLayer:
             distance=uniform.expand_as(layer.rope.distance).contiguous(),
             key_moment=_pair_moment(stats),
         ),
-        latent=replace(stats, key_moment=stats.moment / stats.moment.trace(), value_moment=stats.moment),
+        latent=replace(stats, key_moment=moment / stats.moment.trace(), value_moment=moment),
     )
 
 
@@ -121,8 +129,8 @@ def _norm_balanced(layer: CalibratedLayer) -> CalibratedLayer:
         latent=replace(
             stats,
             query_moment=identity * gain**2,
-            key_moment=stats.moment,
-            value_moment=stats.moment,
+            key_moment=stats.moment.expand_as(stats.key_moment),
+            value_moment=stats.moment.expand_as(stats.value_moment),
         ),
     )
 
@@ -191,7 +199,7 @@ def _transmla(layer: CalibratedLayer, slots: Tensor, kv_rank: int) -> tuple[Late
         coefficients[:, members, s] = u.reshape(kv_heads, -1)[w.group]
     fit = _slot_fit(keys, coefficients, layer.pairs[::fold][: len(slots)], still=layer.pairs.new_ones(heads, n))
     balanced = _norm_balanced(layer)
-    found = factorize(balanced.latent, balanced.weights, fit, kv_rank)
+    found = factorize(balanced.latent, balanced.weights, fit, kv_rank, ridge=POOLED)
     return replace(found, o=w.o), fit.frequencies
 
 
@@ -221,10 +229,10 @@ def _svd_baseline(moment: Callable[[LatentStatistics], Tensor]) -> Convert:
         latent = replace(
             _no_overlap(chosen).latent,
             query_moment=identity / layer.weights.scale**2,
-            key_moment=chosen.latent.moment,
-            value_moment=chosen.latent.moment,
+            key_moment=chosen.latent.moment.expand_as(layer.latent.key_moment),
+            value_moment=chosen.latent.moment.expand_as(layer.latent.value_moment),
         )
-        found = factorize(latent, replace(layer.weights, o=identity.contiguous()), fit, kv_rank)
+        found = factorize(latent, replace(layer.weights, o=identity.contiguous()), fit, kv_rank, ridge=POOLED)
         return replace(found, o=layer.weights.o), fit.frequencies
 
     return convert
@@ -247,6 +255,7 @@ VARIANTS = {
         Variant("no folding", _no_folding),
         Variant("no joint metric", _no_joint_metric),
         Variant("no head overlap", _with(_no_overlap)),
+        Variant("no per-head readers", _with(per_head=False)),
         Variant("no output refit", _with(refit=False)),
     )
 }

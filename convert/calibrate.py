@@ -2,7 +2,7 @@
 
 Shape legend
     B  sequences in a batch    T  tokens of a sequence    M  sampled query positions of a sequence
-    D  hidden size    H  query heads    G  KV heads    d  head size    n = d/2    E  moment space
+    D  hidden size    H  query heads    G  KV heads    d  head size    n = d/2    E  moment space    P  pools
 
 To first order, errors e_mn in the scores of query m move one head's output, as the residual stream sees it, by
 
@@ -30,6 +30,20 @@ from torch import Tensor, nn
 
 from latentfold.convert.factorize import AttentionWeights, LatentStatistics
 from latentfold.convert.rope import RopeStatistics, complex_pair_moment
+
+MOMENT_BUDGET = 1 << 30
+"""Bytes that one layer's moments may take before heads share them."""
+
+
+def choose_pools(heads: int, kv_heads: int, width: int, budget: int = MOMENT_BUDGET) -> list[int]:
+    """The pool of each head: one pool a head, a KV head or a layer, the finest whose moments fit `budget` bytes."""
+    per_pool = 2 * width * width * 8
+    if heads * per_pool <= budget:
+        return list(range(heads))
+    if kv_heads * per_pool <= budget:
+        return [h // (heads // kv_heads) for h in range(heads)]
+    return [0] * heads
+
 
 @dataclass(frozen=True)
 class Sensitivity:
@@ -165,7 +179,7 @@ class LatentAccumulator:
     norm are no map of x. Biases stay outside: softmax does not feel a constant in the keys that do not rotate.
     """
 
-    def __init__(self, weights: AttentionWeights, length: int) -> None:
+    def __init__(self, weights: AttentionWeights, length: int, budget: int = MOMENT_BUDGET) -> None:
         heads, head_dim, width = weights.q.shape
         hidden = width - weights.has_bias
         kv_heads = weights.k.shape[0]
@@ -174,12 +188,15 @@ class LatentAccumulator:
         self.weights = weights
         self.in_y = weights.has_norm or 2 * size <= hidden
         width = 2 * size if self.in_y else hidden
+        pools = choose_pools(heads, kv_heads, width, budget)
+        self.pool = torch.tensor(pools, device=device)
+        count = max(pools) + 1
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
         self.rope = RopeAccumulator(heads, kv_heads, head_dim, length, device)
-        self.key_moment, self.value_moment = zeros(width, width), zeros(width, width)
+        self.key_moment, self.value_moment = zeros(count, width, width), zeros(count, width, width)
         self.moment, self.tokens = zeros(width, width), 0
         self.query_moment = zeros(heads, head_dim, head_dim)
         self.overlap = zeros(heads, heads)
@@ -196,9 +213,12 @@ class LatentAccumulator:
         self.tokens += y.shape[0]
         u = s.influence @ y  # (H, M, E)
         attention = s.probabilities * s.weight.sqrt()[:, None]
-        for total, rows in ((self.key_moment, u), (self.value_moment, attention @ y)):
-            rows = rows.flatten(0, 1)
-            total += (rows.T @ rows).to(torch.float64)
+        averaged = attention @ y
+        for p in range(self.key_moment.shape[0]):
+            members = self.pool == p
+            for total, rows in ((self.key_moment, u[members]), (self.value_moment, averaged[members])):
+                rows = rows.flatten(0, 1)
+                total[p] += (rows.T @ rows).to(torch.float64)
         self.overlap += (attention.flatten(1) @ attention.flatten(1).T).to(torch.float64)
         self.query_moment += (s.queries.mT @ (u.square().sum(-1, keepdim=True) * s.queries)).to(torch.float64)
         self.output_power += s.output_power
@@ -219,13 +239,16 @@ class LatentAccumulator:
         elif w.has_bias:
             projection = nn.functional.pad(projection, (0, 1))
         key_map, value_map = maps.split(size)
+        members = torch.bincount(self.pool).to(torch.float64)  # heads in each pool
         shared = self.overlap.diagonal().sqrt().clamp_min(1e-300)
+        size_of_u = self.key_moment.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-300)
         stats = LatentStatistics(
             keys=key_map.reshape(kv_heads, head_dim, -1),
             values=value_map.reshape(kv_heads, head_dim, -1),
             projection=projection,
-            key_moment=self.key_moment / self.key_moment.trace().clamp_min(1e-300),
-            value_moment=self.value_moment / (samples * len(w.q)),
+            pool=self.pool,
+            key_moment=self.key_moment / size_of_u[:, None, None],
+            value_moment=self.value_moment / (samples * members)[:, None, None],
             moment=self.moment / self.tokens,
             query_moment=self.query_moment / samples,
             overlap=self.overlap / shared[:, None] / shared,

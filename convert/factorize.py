@@ -3,6 +3,7 @@
 Shape legend
     D  hidden size    H  query heads    G  KV heads    d  head size    S  rope slots    r  kv_lora_rank
     E  the space in which moments are kept: either y = [k_1..k_G; v_1..v_G] (E = 2Gd) or x itself (E = D)
+    P  pools: heads that share one set of moments (P = H, G or 1, whatever memory allows)
     X  what the projections read: x itself (X = D), or [x; 1] where they have biases (X = D + 1, the bias last)
     Z  what the latent's map reads: X, or y where a norm stands between x and the keys (Z = 2Gd)
 
@@ -10,11 +11,11 @@ Keys and values are linear maps of the E-space, k_g = K_g s and v_g = V_g s. The
 reads B^K_h c and B^V_h c. A constant in the keys is left out of both: only slot keys need it. Both errors are measured
 in what they do to the attention output, so K and V need no balance between them:
 
-    sum_h scale^2 tr(Q_h D_h N D_h^T)  +  sum_h tr(W_O,h^T W_O,h E[(v - B^V_h c)(v - B^V_h c)^T])
+    sum_h scale^2 tr(Q_h D_h N_h D_h^T)  +  sum_h tr(W_O,h^T W_O,h E_h[(v - B^V_h c)(v - B^V_h c)^T])
 
-with D_h = C_h - B^K_h A the error of the map to kappa_h, the key that does not rotate (`rope.constant_keys`), Q_h and N
-the two factors of how such an error reaches the output (`calibrate`, equation 2), E the moment of what W_O receives.
-N ignores by itself a constant added to all keys of a head, as softmax does. V is not centred either:
+with D_h = C_h - B^K_h A the error of the map to kappa_h, the key that does not rotate (`rope.constant_keys`), Q_h and
+N_h the two factors of how such an error reaches the output (`calibrate`, equation 2), E_h the moment of what W_O
+receives. N ignores by itself a constant added to all keys of a head, as softmax does. V is not centred either:
 the stock target has no o_proj bias to give its mean back.
 Whitening by data moments follows SVD-LLM (arXiv:2403.07378) and CARE (arXiv:2603.17946); the sensitivity weights are
 this project's (docs/method.md).
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from latentfold.convert.linalg import metric_root, square_roots
+from latentfold.convert.linalg import by_pool, metric_root, solve_right, square_roots
 from latentfold.convert.rope import SlotFit, constant_keys, slot_keys, slot_queries
 
 
@@ -139,8 +140,9 @@ class LatentStatistics:
     Attributes:
         keys: (G, d, E) and values (G, d, E): linear maps from the E-space.
         projection: (E, Z), the E-space vector of what the latent's map reads.
-        key_moment: (E, E), N: how errors of a key's map reach the output, normalized to trace 1.
-        value_moment: (E, E): of the attention-averaged vector, which is what W_O receives, mean over heads.
+        pool: (H,) pool of each head.
+        key_moment: (P, E, E), N: how errors of a key's map reach the output, normalized to trace 1.
+        value_moment: (P, E, E): of the attention-averaged vector, which is what W_O receives.
         moment: (E, E): plain average over tokens.
         query_moment: (H, d, d): Q_h, total sensitivity included.
         overlap: (H, H): how far two heads attend to the same tokens, E[p_h . p_h'] normalized to 1 on the diagonal.
@@ -150,6 +152,7 @@ class LatentStatistics:
     keys: Tensor
     values: Tensor
     projection: Tensor
+    pool: Tensor
     key_moment: Tensor
     value_moment: Tensor
     moment: Tensor
@@ -189,7 +192,7 @@ class LatentAttention:
 def latent_rows(
     stats: LatentStatistics, weights: AttentionWeights, still_keys: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """A (r, E) with E[c c^T] = 1 under the plain moment, and its reader E[s c^T] (E, r).
+    """A (r, E) with E[c c^T] = 1 under the plain moment, and its pooled reader E[s c^T] (E, r).
 
     K and V have different statistics, one whitening must serve both: whiten with the plain moment and scale each block
     so that its weight under that moment equals its weight under its own. Values that several heads read lose the same
@@ -204,11 +207,11 @@ def latent_rows(
     whitened_values = stats.values.flatten(0, 1) @ root  # (G d, e)
     together = shared_value_metric(weights, stats.overlap)
     gram = torch.zeros(root.shape[1], root.shape[1], dtype=root.dtype, device=root.device)
-    for block, rows, moment in (
+    for block, rows, moments in (
         (whitened_keys.T @ whitened_keys, key_rows, stats.key_moment),
         (whitened_values.T @ together @ whitened_values, value_rows, stats.value_moment),
     ):
-        own = ((rows @ moment) * rows).sum()
+        own = (by_pool(rows, moments, stats.pool) * rows).sum()
         trace = (rows.flatten(0, 1) @ root).square().sum()
         if trace > 0:
             gram += block * (own.clamp_min(0) / trace)
@@ -232,18 +235,37 @@ def shared_value_metric(weights: AttentionWeights, overlap: Tensor) -> Tensor:
     return grouped.sum((1, 4)).reshape(kv_heads * size, kv_heads * size)
 
 
-def factorize(stats: LatentStatistics, weights: AttentionWeights, fit: SlotFit, rank: int) -> LatentAttention:
+def readers(target: Tensor, moments: Tensor, pool: Tensor, rows: Tensor, pooled: Tensor, ridge: float) -> Tensor:
+    """B_h (H, d, r): target_h ~ B_h A under each head's own moments.
+
+    The fit is `target_h pooled`, the solution under the plain moment, plus a ridge-damped deviation: damping never
+    shrinks the reader itself, and where the pooled solution is exact it stays exact. A head's own moments come from few
+    samples, so the damping is as large as an average eigenvalue of theirs.
+    """
+    gram = rows @ moments @ rows.T  # (P, r, r)
+    base = target @ pooled
+    left = by_pool(target - base @ rows, moments @ rows.T, pool)
+    deviation = torch.empty_like(base)
+    for p in range(len(moments)):
+        deviation[pool == p] = solve_right(gram[p], left[pool == p], ridge)
+    return base + deviation
+
+
+def factorize(
+    stats: LatentStatistics, weights: AttentionWeights, fit: SlotFit, rank: int, *, ridge: float = 1.0
+) -> LatentAttention:
     """Turn one attention layer into latent attention of `rank` with the slots of `fit`.
 
     Raises nothing for degenerate statistics: null directions are dropped, missing latent rows are zero.
     """
     still = constant_keys(fit, stats.keys)
-    rows, reader = latent_rows(stats, weights, still, rank)
+    rows, pooled = latent_rows(stats, weights, still, rank)
     own_values = stats.values[weights.group]
-    k_up, v_up = still @ reader, own_values @ reader
+    k_up = readers(still, stats.key_moment, stats.pool, rows, pooled, ridge)
+    v_up = readers(own_values, stats.value_moment, stats.pool, rows, pooled, ridge)
 
-    def error(left: Tensor, metric: Tensor, moment: Tensor) -> float:
-        return float(((metric @ left) * (left @ moment)).sum().clamp_min(0))
+    def error(left: Tensor, metric: Tensor, moments: Tensor) -> float:
+        return float(((metric @ left) * by_pool(left, moments, stats.pool)).sum().clamp_min(0))
 
     key_error = weights.scale**2 * error(still - k_up @ rows, stats.query_moment, stats.key_moment)
     value_error = error(own_values - v_up @ rows, weights.o.mT @ weights.o, stats.value_moment)

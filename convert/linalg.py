@@ -33,3 +33,8 @@ def solve_right(gram: Tensor, rhs: Tensor, ridge: float) -> Tensor:
     size = values.clamp_min(0).mean(-1, keepdim=True)
     inverse = torch.where(values > 1e-13 * top, 1 / (values.clamp_min(1e-13 * top) + ridge * size), 0.0)
     return ((rhs @ vectors) * inverse[..., None, :].to(vectors.dtype)) @ vectors.mH
+
+
+def by_pool(rows: Tensor, moments: Tensor, pool: Tensor) -> Tensor:
+    """rows_h @ moments_pool(h): (H, m, E), (P, E, f), (H,) -> (H, m, f), without a copy of the moments per head."""
+    return torch.stack([row @ moments[p] for row, p in zip(rows, pool.tolist(), strict=True)])

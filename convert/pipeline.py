@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -183,10 +185,12 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
     if estimates:
         writer.write("split", {}, [asdict(size) for size in estimates])
     if not writer.done("ladder"):
-        scores = score_ladders(model, plan, windows, config)
-        best = {kind: found.index(min(found)) for kind, found in scores.items()}
-        writer.write("ladder", {}, {"chosen": best, "scores": scores})
-    chosen = {kind: plan.target.ladders[kind][i] for kind, i in writer.records["ladder"]["chosen"].items()}
+        found = score_ladders(model, plan, windows, config)
+        record = {
+            kind: [(ladder.data, str(ladder), score) for ladder, score in scored] for kind, scored in found.items()
+        }
+        writer.write("ladder", {}, record)
+    chosen = {kind: plan.target.ladder(kind, scored[0][0]) for kind, scored in writer.records["ladder"].items()}
     if not writer.done("outer"):
         writer.write("outer", _copies(plan, plan.target.outer()))
     target = MemoryTarget(config, plan, chosen, writer)
@@ -219,20 +223,20 @@ def _interrupted_sizes(config: ConversionConfig) -> tuple[int, int] | None:
 
 def score_ladders(
     model: StreamedModel, plan: ConversionPlan, windows: Windows, config: ConversionConfig
-) -> dict[str, list[float]]:
+) -> dict[str, list[tuple[Ladder, float]]]:
     """Expected relative error of the attention output from rotation for each candidate ladder of each kind of layer.
 
-    Of a kind's layers it is the sum, divided by the number of all layers.
+    Of a kind's layers it is the sum, divided by the number of all layers. The best ladder comes first.
     """
     tokens = windows.tokens[: max(1, LADDER_TOKENS // windows.tokens.shape[1])]
     target = plan.target
-    frequencies = {k: [ladder.frequencies.to(model.device) for ladder in found] for k, found in target.ladders.items()}
-    totals = {kind: [0.0] * len(found) for kind, found in frequencies.items()}
+    found: dict[str, Sequence[Ladder]] = {}
+    totals: defaultdict[str, list[float]] = defaultdict(list)
     shape = plan.shape
 
     class LadderObserver:
         def __init__(self, index: int) -> None:
-            self.kind = target.kinds[index]
+            self.index, self.kind = index, target.kinds[index]
             weights, self.pairs = layer_attention(model, plan, index)
             self.scale = weights.scale
             self.probe = AttentionProbe(weights, self.pairs)
@@ -249,11 +253,17 @@ def score_ladders(
         def finish(self) -> None:
             stats = self.rope.result()
             unit = 0.5 * self.scale**2 * self.rope.samples / max(self.power, 1e-300) / model.num_layers
-            for i, slots in enumerate(frequencies[self.kind]):
-                totals[self.kind][i] += unit * fit_slots(stats, self.pairs, slots).objective
+            found[self.kind] = target.candidates(self.index, stats, self.pairs)
+            slots = [ladder.frequencies.to(model.device) for ladder in found[self.kind]]
+            scores = [unit * fit_slots(stats, self.pairs, own).objective for own in slots]
+            before = totals[self.kind] or [0.0] * len(scores)
+            totals[self.kind] = [sum(pair) for pair in zip(before, scores, strict=True)]
 
     observe(model, tokens, LadderObserver, description="1/2 rotations", progress=config.progress)
-    return totals
+    return {
+        kind: sorted(zip(ladders, totals[kind], strict=True), key=lambda scored: scored[1])
+        for kind, ladders in found.items()
+    }
 
 
 def write_layers(

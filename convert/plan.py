@@ -281,7 +281,7 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
         notices.append(f"source is stored as {_short(dtype)}: writing {_short(other)} (the target cannot hold it)")
         dtype = other
     target = make_target(target_name, checkpoint, model, family, shape, kv_rank, rope_dim, dtype)
-    rope_dim = 2 * max(len(found[0].frequencies) for found in target.ladders.values())
+    rope_dim = max(target.rope_dims)
     if checkpoint.headers:
         check_tensors(checkpoint, family, target)
     if kv_rank + rope_dim > SAVING_WORTH * shape.cache_values:
@@ -297,13 +297,21 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
         shape=shape,
         kv_rank=kv_rank,
         rope_dim=rope_dim,
-        seq_len=config.window(model.max_position_embeddings),
+        seq_len=config.window(_rotating_alike(model)),
         dtype=dtype,
         target=target,
         tensors=tensors,
         shards=_split(tensors, config.max_shard_size),
         notices=tuple(notices),
     )
+
+
+def _rotating_alike(model: Any) -> int:
+    """Positions that one list of frequencies covers: calibration must not see two."""
+    rope = getattr(model, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return min(model.max_position_embeddings, rope["original_max_position_embeddings"])
+    return model.max_position_embeddings
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -96,7 +96,7 @@ def finished_recipe(
 ) -> dict[str, Any]:
     """The recipe with what the conversion found."""
     layers = [writer.records[f"layer {i}"] for i in range(plan.shape.num_layers)]
-    scores = writer.records["ladder"]["scores"]
+    ladders = writer.records["ladder"]
     source = sum(torch.Size(shape).numel() for shape in plan.target.expected.values())
     converted = sum(torch.Size(t.shape).numel() for t in plan.tensors.values())
     return recipe | {
@@ -104,12 +104,11 @@ def finished_recipe(
         "parameters": {"source": source, "converted": converted},
         "ladder": {
             "rope_parameters": plan.target.rope_parameters(chosen),
-            "expected_rotation_error": sum(min(found) for found in scores.values()),
+            "expected_rotation_error": sum(scored[0][2] for scored in ladders.values()),
             "candidates": [
-                {"rope": str(candidate), "expected_rotation_error": score}
-                | ({"layers": kind} if len(scores) > 1 else {})
-                for kind, found in scores.items()
-                for candidate, score in zip(plan.target.ladders[kind], found, strict=True)
+                {"rope": label, "expected_rotation_error": score} | ({"layers": kind} if len(ladders) > 1 else {})
+                for kind, scored in ladders.items()
+                for _, label, score in scored
             ],
         },
         "split": writer.records.get("split"),

@@ -28,6 +28,11 @@ from torch import Tensor
 
 from latentfold.convert.linalg import solve_right
 
+FLOOR = 1e-10
+"""Least weight of a pair, relative to the largest in its cluster."""
+CLUSTER = 8
+"""Neighbouring pairs that may share slots, at least."""
+
 
 @dataclass(frozen=True)
 class RopeStatistics:
@@ -170,29 +175,87 @@ def _initial_keys(stats: RopeStatistics, kernels: _Kernels, pairs: Tensor, slots
         if not len(members):
             continue
         copies = torch.nonzero(slots == frequency).flatten()
-        slot = copies[0]
-        variance = kernels.slot_slot[:, slot, slot].real.clamp_min(1e-12)  # (H,)
-        fold = kernels.pair_slot[:, members, slot] / variance[:, None]  # (H, members)
-        exact = (pairs[members] - frequency).abs() <= 1e-9 * frequency
-        fold = torch.where(exact[None, :], torch.ones_like(fold), fold)
-        gain = stats.query_power[:, members] * fold.abs().square() * variance[:, None]
-        per_group = torch.zeros(kv_heads, len(members), dtype=torch.float64, device=pairs.device)
-        per_group.index_add_(0, group, gain)
-        index = (torch.arange(kv_heads, device=pairs.device)[:, None] * n + members[None, :]).flatten()
-        root = per_group.flatten().clamp_min(1e-30 * float(per_group.max()) + 1e-300).sqrt()
-        _, vectors = torch.linalg.eigh(root[:, None] * stats.key_moment[index][:, index] * root[None, :])
+        fold, root, index, explained = _cluster(stats, kernels, pairs, members, int(copies[0]), frequency)
+        _, vectors = torch.linalg.eigh(explained)
         for rank, s in enumerate(copies[: len(index)]):
             u = vectors[:, -1 - rank]
-            keys[s, index] = u.conj() * root
-            beta = (u / root).reshape(kv_heads, len(members))  # k_i ~ beta_i z
+            key = u.conj() * root
+            size = key.abs().max()
+            keys[s, index] = key / size
+            beta = (size * u / root).reshape(kv_heads, len(members))  # k_i ~ beta_i z
             coefficients[:, members, s] = fold * beta.conj()[group]
     return keys, coefficients
 
 
-def _second_moments(keys: Tensor, key_moment: Tensor) -> tuple[Tensor, Tensor]:
-    """E[z k^H] (..., S, I) and E[z z^H] (..., S, S) for U (S, I) and E[k k^H] (..., I, I)."""
-    cross = keys @ key_moment
-    return cross, cross @ keys.mH
+def _cluster(
+    stats: RopeStatistics, kernels: _Kernels, pairs: Tensor, members: Tensor, slot: int, frequency: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What one slot can carry of some pairs (C,) of all KV heads.
+
+    Returns:
+        fold: (H, C) how far each pair goes along with the slot's rotation.
+        root: (G C,) the weight of each item.  index: (G C,) which items those are.
+        explained: (G C, G C) hermitian; a slot key of the direction u carries u^H explained u of the weighted power.
+    """
+    heads, n = stats.query_power.shape
+    kv_heads = stats.key_moment.shape[-1] // n
+    group = torch.arange(heads, device=pairs.device) // (heads // kv_heads)
+    variance = kernels.slot_slot[:, slot, slot].real.clamp_min(1e-12)  # (H,)
+    fold = kernels.pair_slot[:, members, slot] / variance[:, None]
+    exact = (pairs[members] - frequency).abs() <= 1e-9 * frequency
+    fold = torch.where(exact[None, :], torch.ones_like(fold), fold)
+    gain = stats.query_power[:, members] * fold.abs().square() * variance[:, None]
+    per_group = torch.zeros(kv_heads, len(members), dtype=torch.float64, device=pairs.device)
+    per_group.index_add_(0, group, gain)
+    index = (torch.arange(kv_heads, device=pairs.device)[:, None] * n + members[None, :]).flatten()
+    # pairs that no query uses keep a little weight: where there are slots enough they too shall turn
+    root = per_group.flatten().clamp_min(FLOOR * float(per_group.max()) or 1.0).sqrt()
+    return fold, root, index, root[:, None] * stats.key_moment[index][:, index] * root[None, :]
+
+
+def choose_pairs(stats: RopeStatistics, pairs: Tensor, count: int, *, lost: float = 0.05) -> Tensor:
+    """(count,) pairs whose frequencies, repeated ones included, make the best slots for `fit_slots` to start from.
+
+    Neighbouring pairs are gathered into clusters, which rotate in slots of their fastest pair's frequency; a cluster
+    has as many slots as it is worth. What k slots carry of a cluster is the sum of k eigenvalues, so the best clusters
+    are found exactly, by dynamic programming over the pairs.
+
+    Args:
+        pairs: (n,) the source's inverse frequencies; 0 for pairs that do not rotate.
+        count: at most the number of rotating pairs of all KV heads.
+        lost: see `fit_slots`.
+
+    Returns:
+        Indices into `pairs`, fastest first.
+    """
+    pairs = pairs.to(torch.float64)
+    turning = torch.nonzero(pairs).flatten()
+    order = turning[pairs[turning].argsort(descending=True)]
+    kernels = _Kernels.raw(stats.distance, pairs, pairs).centred(lost)
+    longest = max(CLUSTER, -(-2 * len(order) // max(count, 1)))
+    worth: dict[tuple[int, int], list[float]] = {}
+    for first in range(len(order)):
+        slot = int(order[first])
+        for last in range(first + 1, min(first + longest, len(order)) + 1):
+            *_, explained = _cluster(stats, kernels, pairs, order[first:last], slot, pairs[slot])
+            carried = torch.linalg.eigvalsh(explained).flip(0)[:count].clamp_min(0)
+            worth[first, last] = carried.cumsum(0).tolist()
+    # best[j][s]: the most that s slots carry of the first j pairs, and the last cluster (first, slots) of that choice
+    best: list[list[tuple[float, tuple[int, int] | None]]] = [[(0.0, None)] * (count + 1)]
+    for last in range(1, len(order) + 1):
+        row = list(best[-1])
+        for first in range(max(0, last - longest), last):
+            for slots, carried in enumerate(worth[first, last], 1):
+                for total in range(slots, count + 1):
+                    if (value := best[first][total - slots][0] + carried) > row[total][0]:
+                        row[total] = value, (first, slots)
+        best.append(row)
+    chosen: list[int] = []
+    last = len(order)
+    while len(chosen) < count and (cluster := best[last][count - len(chosen)][1]):
+        last, slots = cluster
+        chosen += [last] * slots
+    return order[torch.tensor(sorted(chosen), dtype=torch.long, device=pairs.device)]
 
 
 def _normal_equations(keys: Tensor, pairs: Tensor, group: Tensor, kernels: _Kernels) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,8 @@ def survey(
 ) -> list[SizeEstimate]:
     """Convert a few evenly spaced layers at each (kv_rank, rope_dim) and look at samples left out.
 
-    Every size uses its most literal ladder, the source's theta; the search of a conversion can only be better.
+    Every size uses its most promising ladder (of the stock class: the source's theta); a conversion's search can only
+    find a better one.
     """
     tokens = windows.tokens[:WINDOWS]
     steps = min(LAYERS, model.num_layers)
@@ -61,12 +62,12 @@ def survey(
     totals = [0.0] * len(sizes)
 
     class LayerObserver(LayerCalibration):
-        kind: str
+        index: int
 
         def finish(self) -> None:
             layer = self.result()
             for i, ((kv_rank, _), target) in enumerate(zip(sizes, targets, strict=True)):
-                slots = target.ladders[self.kind][0].frequencies.to(model.device)
+                slots = target.candidates(self.index, layer.rope, layer.pairs)[0].frequencies.to(model.device)
                 totals[i] += convert_layer(layer, slots, kv_rank).predicted_error["output"] / len(chosen)
 
     def visit(index: int) -> LayerObserver | None:
@@ -78,7 +79,7 @@ def survey(
             queries=config.queries,
             seed=config.seed,
         )
-        observer.kind = plan.target.kinds[index]
+        observer.index = index
         return observer
 
     observe(model, tokens, visit, description="sizes", progress=config.progress)

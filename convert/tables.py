@@ -89,7 +89,6 @@ def plan_table(plan: ConversionPlan) -> str:
         ("cache", f"{plan.cache_values} of {plan.shape.cache_values} values per token and layer"),
         ("stored as", f"{str(plan.dtype).removeprefix('torch.')}, {size(plan.nbytes)} in {len(files)} file(s)"),
         ("target", plan.target.name),
-        ("rope ladders", f"{sum(len(found) for found in plan.target.ladders.values())} candidates"),
     ]
     if plan.target.residual != 1.0:
         scale = f"{plan.target.residual:g} (rms_norm_eps {plan.config.rms_norm_eps:.2g} becomes 1e-6)"

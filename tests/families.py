@@ -26,6 +26,13 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 2,
     "rope_parameters": DEFAULT_ROPE,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 2.0],
+    "long_factor": [1.5, 3.0, 5.0, 8.0],
+    "original_max_position_embeddings": 64,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -77,6 +84,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {"model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": {"model_type": "phi3", "sliding_window": 8},
+    "phi3, longrope": {"model_type": "phi3", "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
     "phi4 mini": {"model_type": "phi3", "rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}},
     "phi": {"model_type": "phi", "rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}},
     "stablelm": {
@@ -94,6 +102,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5},
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+    },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         "num_experts": 4,

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from latentfold.convert.calibrate import AttentionProbe, LatentAccumulator, query_positions
+from latentfold.convert.calibrate import AttentionProbe, LatentAccumulator, choose_pools, query_positions
 from latentfold.convert.factorize import AttentionWeights, LatentAttention, factorize, latent_attention
 from latentfold.convert.linalg import solve_right, square_roots
 from latentfold.convert.refit import AttentionSample, refit_output
@@ -64,26 +64,27 @@ def attention(w: AttentionWeights, frequencies: Tensor, x: Tensor) -> Tensor:
     return torch.einsum("hed,htd->te", w.o, scores.softmax(-1) @ values)
 
 
-def calibrated(w: AttentionWeights) -> LatentAccumulator:
+def calibrated(w: AttentionWeights, budget: int = 1 << 30) -> LatentAccumulator:
     probe = AttentionProbe(w, FREQUENCIES)
-    moments = LatentAccumulator(w, TOKENS)
+    moments = LatentAccumulator(w, TOKENS, budget)
     for seed in range(12):
         x = random_inputs(100 + seed)
         moments.add(x, probe(x, x, query_positions(TOKENS, 16, seed), seed))
     return moments
 
 
-def converted(w: AttentionWeights, slots: Tensor, rank: int) -> LatentAttention:
-    rope, latent = calibrated(w).result()
+def converted(w: AttentionWeights, slots: Tensor, rank: int, budget: int = 1 << 30) -> LatentAttention:
+    rope, latent = calibrated(w, budget).result()
     return factorize(latent, w, fit_slots(rope, FREQUENCIES, slots), rank)
 
 
+@pytest.mark.parametrize("budget", [1 << 30, 1])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_full_size_is_the_identity(kv_heads: int) -> None:
-    """Every pair of every KV head keeps its rotation, the latent holds all of V."""
+def test_full_size_is_the_identity(kv_heads: int, budget: int) -> None:
+    """Every pair of every KV head keeps its rotation, the latent holds all of V; with pooled moments too."""
     w, x = random_weights(kv_heads), random_inputs()
     slots = FREQUENCIES.repeat_interleave(kv_heads)
-    layer = converted(w, slots, min(kv_heads * D_HEAD, HIDDEN))
+    layer = converted(w, slots, min(kv_heads * D_HEAD, HIDDEN), budget)
     expected = attention(w, FREQUENCIES, x)
     assert (latent_attention(layer, slots, x) - expected).abs().max() <= 1e-10 * expected.abs().max()
     assert sum(layer.predicted_error.values()) < 1e-12
@@ -171,7 +172,7 @@ def test_without_rotation_the_latent_alone_is_exact() -> None:
 
 @pytest.mark.parametrize("rank", [1, 7, 20])
 def test_without_rotation_the_error_is_the_discarded_spectrum(rank: int) -> None:
-    """Under one statistic for everything, the whitened squared error of [K; V] is the sum of the dropped eigenvalues."""
+    """Under one statistic for everything, the whitened squared error of [K; V] is the sum of dropped eigenvalues."""
     w = random_weights(2)
     rope, latent = calibrated(w).result()
     identity = torch.eye(D_HEAD, dtype=torch.float64).expand(H, -1, -1)
@@ -179,8 +180,8 @@ def test_without_rotation_the_error_is_the_discarded_spectrum(rank: int) -> None
     moment = latent.moment
     stats = replace(
         latent,
-        key_moment=moment,
-        value_moment=moment,
+        key_moment=moment.expand_as(latent.key_moment),
+        value_moment=moment.expand_as(latent.value_moment),
         query_moment=identity,
         overlap=torch.eye(H, dtype=torch.float64),
     )
@@ -230,9 +231,6 @@ def test_stock_layer_computes_the_factorization() -> None:
         gain = torch.rand(HIDDEN, dtype=torch.float64) + 0.5
         tensors = deepseek.attention_tensors(layer, ladder, gain, 0.25, torch.float64)
         stock.load_state_dict(tensors)
-        assert {k: tuple(v.shape) for k, v in tensors.items()} == dict(
-            deepseek.attention_shapes(HIDDEN, H, D_HEAD, 9, 4)
-        )
         # the norm is the identity for what an RMS norm can produce: |x_hat|^2 = D, times gain
         normed = x / x.square().mean(-1, keepdim=True).sqrt() * gain
         positions = torch.arange(TOKENS)[None]
@@ -248,7 +246,7 @@ def test_neutral_norm_holds_for_every_possible_token(dtype: torch.dtype) -> None
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(6, 16, generator=generator, dtype=torch.float64) * 3
     gain = torch.rand(16, generator=generator, dtype=torch.float64) * 5
-    s, weight, correction = deepseek.neutral_norm(rows, gain, dtype)
+    s, weight, correction = deepseek.neutral_norm(deepseek.largest_energy(rows, gain), dtype)
     assert math.log2(s).is_integer()
     # the worst token of all: along the top right-singular vector, as long as an RMS norm can make it
     worst = torch.linalg.svd(rows * gain).Vh[0] * 4.0 * gain
@@ -325,6 +323,13 @@ def test_influence_is_the_derivative_of_the_output() -> None:
         u = seen.influence @ x  # (H, M, D)
         estimate += float((w.scale * (seen.queries * (u @ delta.T)).sum(-1)).square().sum()) / seeds
     assert estimate == pytest.approx(true, rel=0.1)
+
+
+def test_pools_follow_the_budget() -> None:
+    one = 2 * 10 * 10 * 8
+    assert choose_pools(4, 2, 10, 4 * one) == [0, 1, 2, 3]
+    assert choose_pools(4, 2, 10, 2 * one) == [0, 0, 1, 1]
+    assert choose_pools(4, 2, 10, one) == [0, 0, 0, 0]
 
 
 def test_singular_moments() -> None:

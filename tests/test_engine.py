@@ -23,7 +23,11 @@ FULL = {"kv_rank": 16, "rope_dim": 8}
 
 @pytest.mark.parametrize("name", ["qwen2", "llama, MHA, biases"])
 def test_biases_are_exact(name: str, tmp_path: Path, options: dict[str, Any]) -> None:
-    changes = {"num_key_value_heads": 1, "mlp_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    changes = {
+        "num_key_value_heads": 1,
+        "mlp_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
     source, out = save_family(tmp_path / "source", name, **changes), tmp_path / "out"
     options |= {"target": "deepseek", "engine": "transformers"}
     recipe = convert_checkpoint(str(source), str(out), **FULL, **options).recipe

@@ -66,6 +66,22 @@ def test_full_size_is_the_identity(name: str, tmp_path: Path, options: dict[str,
         assert (decoded - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+def test_beyond_the_first_context(tmp_path: Path, options: dict[str, Any]) -> None:
+    """longrope turns all keys by another list there; a model that stays in its first context is not enough."""
+    source = save_family(tmp_path / "source", "phi3, longrope")
+    convert_checkpoint(str(source), str(tmp_path / "out"), **full_size(source), **options)
+    tokens, config = random_tokens(1, 80), load(source).config
+    assert tokens.shape[1] > config.original_max_position_embeddings
+    converted = load(tmp_path / "out")
+    with torch.no_grad():
+        expected, found = load(source)(tokens).logits, converted(tokens).logits
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+        converted.config.first_context = 256
+        assert (converted(tokens).logits - expected).abs().max() > 1e-2 * expected.abs().max()
+    with pytest.raises(InputError, match="--seq-len 128: the model takes at most 64"):
+        convert_checkpoint(str(source), str(tmp_path / "x"), **options | {"seq_len": 128})
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_reduced_size(name: str, tmp_path: Path, options: dict[str, Any]) -> None:
     source, out = save_family(tmp_path / "source", name), tmp_path / "out"
@@ -83,7 +99,7 @@ def test_reduced_size(name: str, tmp_path: Path, options: dict[str, Any]) -> Non
     assert torch.allclose(rest, whole[:, 12:], atol=3e-5 * whole.abs().max().item())
     # the cache is as small as promised, and forgets what left the window
     config = model.config
-    widths = [config.kv_lora_rank + 2 * len(config.frequencies[kind]) for kind in config.layer_kinds]
+    widths = [config.kv_lora_rank + rope_dim for rope_dim in config.rope_dims]
     assert recipe["cache_values"]["converted"] == max(widths) <= 14
     for index, layer in enumerate(cache.layers):
         window = model_shape(config).windows[index]

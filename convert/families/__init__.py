@@ -23,8 +23,8 @@ OUT_OF_REACH: Mapping[str, str] = {
 """Families people ask for that this version does not convert, and what stands in the way."""
 
 PORTABLE_ROPE = ("default", "llama3", "linear")
-FIXED_ROPE = (*PORTABLE_ROPE, "yarn")
-"""Rope types whose frequencies do not depend on the length of the text: a list of them can be stored."""
+STORED_ROPE = (*PORTABLE_ROPE, "yarn", "longrope")
+"""Rope types whose frequencies are one list, or one up to some length of the text and another beyond."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def judge(config: Any, shape: ModelShape, engine: str = "any") -> Verdict:
     for kind, rope in _ropes(config).items():
         where = f" ({kind})" if kind else ""
         rope_type = rope.get("rope_type")
-        if rope_type not in FIXED_ROPE:
-            reasons.append(f"rope type {rope_type!r}{where}; supported: {', '.join(FIXED_ROPE)}")
+        if rope_type not in STORED_ROPE:
+            reasons.append(f"rope type {rope_type!r}{where}; supported: {', '.join(STORED_ROPE)}")
         theta, factor = rope.get("rope_theta"), rope.get("factor", 1.0)
-        if rope_type in FIXED_ROPE and not (_above(theta, 1) and _above(factor, 0)):
+        if rope_type in STORED_ROPE and not (_above(theta, 1) and _above(factor, 0)):
             reasons.append(f"rope_theta {theta!r}, factor {factor!r}: expected numbers above 1 and 0")
     for setting in family.unsupported:
         if value := getattr(config, setting, None):
@@ -75,7 +75,9 @@ def judge(config: Any, shape: ModelShape, engine: str = "any") -> Verdict:
     if hasattr(config, "rms_norm_eps") and not _above(config.rms_norm_eps, 0):
         reasons.append(f"rms_norm_eps {config.rms_norm_eps!r}: expected a positive number")
     found = tuple(reasons)
-    return Verdict(None if reasons else family, found, () if reasons else tuple(_not_portable(family, config, shape, engine)))
+    return Verdict(
+        None if reasons else family, found, () if reasons else tuple(_not_portable(family, config, shape, engine))
+    )
 
 
 def _ropes(config: Any) -> dict[str, dict[str, Any]]:

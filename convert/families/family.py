@@ -64,8 +64,8 @@ class Family:
         interleaved: rotary pairs are neighbours, not half a head apart.
         unsupported: settings under which a model of the family computes something that is not described here.
         biased: whether the attention's projections have biases.
-        portable: outside attention it computes what Llama does from tensors named as Llama's, so that the portable target
-            holds some models of the family.
+        portable: outside attention it computes what Llama does from tensors named as Llama's, so that the portable
+            target holds some models of the family.
         why_not_portable: a few words where it does not.
         gate_up: the MLP's gate and up projections in one, gate first, where they are.
         ignored: endings of names that old checkpoints carry and nothing reads.

@@ -30,6 +30,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Rotar
 from latentfold.convert.factorize import LatentAttention
 from latentfold.convert.families.family import Family
 from latentfold.convert.layers import StreamedModel
+from latentfold.convert.rope import RopeStatistics
 from latentfold.convert.shapes import ModelShape
 from latentfold.convert.source import Checkpoint
 from latentfold.convert.targets.target import Copied, Unwritten
@@ -78,6 +79,11 @@ class Ladder:
         if self.parameters["rope_type"] != "yarn" or not mscale or factor <= 1:
             return 1.0
         return float((0.1 * mscale * math.log(factor) + 1.0) ** 2)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Its parameters."""
+        return self.parameters
 
     def __str__(self) -> str:
         p = self.parameters
@@ -313,15 +319,25 @@ class PortableTarget:
     def kinds(self) -> tuple[str, ...]:
         return (KIND,) * self.shape.num_layers
 
+    @property
+    def rope_dims(self) -> tuple[int, ...]:
+        return (self.rope_dim,) * self.shape.num_layers
+
     @cached_property
-    def ladders(self) -> dict[str, tuple[Ladder, ...]]:
+    def ladders(self) -> list[Ladder]:
+        """All that `candidates` ever gives."""
         source = self.source
-        found = ladders(source.rope_parameters, self.shape.head_dim, self.rope_dim, source.max_position_embeddings)
-        return {KIND: tuple(found)}
+        return ladders(source.rope_parameters, self.shape.head_dim, self.rope_dim, source.max_position_embeddings)
+
+    def candidates(self, layer: int, stats: RopeStatistics, pairs: Tensor) -> list[Ladder]:
+        return self.ladders
+
+    def ladder(self, kind: str, data: dict[str, Any]) -> Ladder:
+        return Ladder(data, self.rope_dim)
 
     @cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        config = DeepseekV3Config(**self.config({KIND: self.ladders[KIND][0]}))
+        config = DeepseekV3Config(**self.config({KIND: self.ladders[0]}))
         return StreamedModel(Unwritten(), config, torch.float32, torch.device("cpu")).shapes
 
     def outer(self) -> dict[str, Copied]:
@@ -351,9 +367,7 @@ class PortableTarget:
         return {f"model.layers.{layer}.self_attn.{name}": tensor for name, tensor in tensors.items()}
 
     def config(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
-        return target_config(
-            self.source, chosen[KIND], self.shape.head_dim, self.kv_rank, self.dtype, self._biased
-        )
+        return target_config(self.source, chosen[KIND], self.shape.head_dim, self.kv_rank, self.dtype, self._biased)
 
     def rope_parameters(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
         return chosen[KIND].parameters

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
 from latentfold.convert.factorize import LatentAttention
+from latentfold.convert.rope import RopeStatistics
 from latentfold.convert.source import Checkpoint
 
 
@@ -18,6 +19,10 @@ class Ladder(Protocol):
     @property
     def frequencies(self) -> Tensor:
         """(S,) inverse frequencies in float64."""
+
+    @property
+    def data(self) -> Any:
+        """What `Target.ladder` makes it from again; survives JSON."""
 
 
 class Copied(NamedTuple):
@@ -42,8 +47,8 @@ class Target(Protocol):
         expected: name and shape of every tensor the source must hold.
         tied: names the source may hold besides, as a second copy of another tensor.
         tensors: name and shape of every tensor of the result, in the order in which they are written.
-        kinds: the kind of each layer; layers of one kind rotate alike.
-        ladders: for each kind the candidates, most literal first.
+        kinds: the kind of each layer; layers of one kind have one ladder.
+        rope_dims: rotated values cached per token by each layer.
         residual: factor on the residual stream.
         engine: what loads the result: "any", or "transformers" alone.
         code: files that go into the checkpoint as they are.
@@ -54,10 +59,20 @@ class Target(Protocol):
     tied: frozenset[str]
     tensors: Mapping[str, tuple[int, ...]]
     kinds: tuple[str, ...]
-    ladders: Mapping[str, tuple[Ladder, ...]]
+    rope_dims: tuple[int, ...]
     residual: float
     engine: str
     code: tuple[Path, ...]
+
+    def candidates(self, layer: int, stats: RopeStatistics, pairs: Tensor) -> Sequence[Ladder]:
+        """Ladders worth trying for a layer, most promising first; for layers of one kind always the same ones.
+
+        Args:
+            pairs: (n,) inverse frequencies of its rotary pairs.
+        """
+
+    def ladder(self, kind: str, data: Any) -> Ladder:
+        """A ladder of a kind of layers from its `data`."""
 
     def outer(self) -> dict[str, Copied]:
         """Tensors outside the layers, by their name in the result."""
@@ -71,7 +86,7 @@ class Target(Protocol):
         """A factorized layer's tensors by their name in the result."""
 
     def config(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
-        """config.json, with the ladder chosen for each kind."""
+        """config.json, with the ladder chosen for each kind of layer."""
 
     def rope_parameters(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
         """What the record says of the choice."""

@@ -18,8 +18,8 @@ class LatentfoldConfig(PretrainedConfig):
         attention: name of the attention module within a decoder layer.
         num_heads, num_kv_heads, head_dim: of the source's attention.
         kv_lora_rank: size of the cached latent, r.
-        frequencies: for each kind of layer the inverse frequencies of its S rotating keys; 2S values are cached.
-        layer_kinds: the kind of each layer.
+        frequencies: for each layer the inverse frequencies of its S rotating keys, any at all; 2S values are cached.
+        first_context, frequencies_beyond: from that many tokens on they are the latter (longrope); None: they stay.
         scaling: of the scores.
         softcap: scores become softcap * tanh(score / softcap); None: they stay.
         qk_norm: keys and queries are normalized: the latent is a map of normed keys and values, not of the input.
@@ -37,8 +37,9 @@ class LatentfoldConfig(PretrainedConfig):
     num_kv_heads: int = 1
     head_dim: int = 1
     kv_lora_rank: int = 1
-    frequencies: dict[str, list[float]] | None = None
-    layer_kinds: list[str] | None = None
+    frequencies: list[list[float]] | None = None
+    frequencies_beyond: list[list[float]] | None = None
+    first_context: int | None = None
     scaling: float = 1.0
     softcap: float | None = None
     qk_norm: bool = False
@@ -53,7 +54,7 @@ class LatentfoldConfig(PretrainedConfig):
     @property
     def rope_dims(self) -> list[int]:
         """Rotated values cached per token by each layer."""
-        return [2 * len((self.frequencies or {})[kind]) for kind in self.layer_kinds or []]
+        return [2 * len(frequencies) for frequencies in self.frequencies or []]
 
     @property
     def qk_rope_head_dim(self) -> int:

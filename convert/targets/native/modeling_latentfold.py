@@ -124,9 +124,10 @@ class LatentAttention(nn.Module):
     def __init__(self, config: LatentfoldConfig, layer_idx: int, source: Any) -> None:
         super().__init__()
         self.config, self.layer_idx, self.is_causal = config, layer_idx, True
-        frequencies = (config.frequencies or {})[(config.layer_kinds or [])[layer_idx]]
+        lists = (config.frequencies, config.frequencies_beyond)
+        frequencies = [found[layer_idx] for found in lists if found is not None]
         hidden, heads, size = config.text_config.hidden_size, config.num_heads, config.head_dim
-        self.rope_dim = 2 * len(frequencies)
+        self.rope_dim = 2 * len(frequencies[0])
         if config.qk_norm:
             self.q_proj, self.k_proj, self.v_proj = source.q_proj, source.k_proj, source.v_proj
             self.q_norm, self.k_norm = source.q_norm, source.k_norm
@@ -146,7 +147,8 @@ class LatentAttention(nn.Module):
         """cos and sin (B, 1, T, S) of the positions (B, T)."""
         if self._frequencies is None or self._frequencies.device != position_ids.device:
             self._frequencies = torch.tensor(self.frequencies, dtype=torch.float32, device=position_ids.device)
-        phase = position_ids[:, None, :, None].float() * self._frequencies
+        beyond = len(self.frequencies) > 1 and bool(position_ids.max() >= self.config.first_context)
+        phase = position_ids[:, None, :, None].float() * self._frequencies[int(beyond)]
         return phase.cos().to(dtype), phase.sin().to(dtype)
 
     def _normed(self, norm: Any, states: Tensor) -> Tensor:

@@ -15,69 +15,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from latentfold.convert.factorize import LatentAttention
 from latentfold.convert.families.family import Family
 from latentfold.convert.families.reading import rows_of
 from latentfold.convert.layers import StreamedModel
+from latentfold.convert.rope import RopeStatistics, choose_pairs
 from latentfold.convert.shapes import ModelShape
 from latentfold.convert.source import Checkpoint
 from latentfold.convert.targets.native import LatentfoldConfig
 from latentfold.convert.targets.target import Copied, Unwritten
 
-STEPS = (1.0, 5 / 6, 2 / 3, 1 / 2, 1 / 3, 1 / 6, 0.0, 1.15, 1.3)
-"""How far apart candidate frequencies lie on the source's own scale: 0 its fastest ones, 1 evenly over all of it."""
-
-ALL, NONE = "all", "none"
-"""Kinds of layers where the family does not tell them apart, and of those that do not rotate."""
-
 
 @dataclass(frozen=True)
-class Frequencies:
-    """A list of frequencies, stored as it is.
+class OwnFrequencies:
+    """Frequencies that the layer has anyway.
 
     Attributes:
-        values: the list, fastest first, repeated ones included.
-        label: what it is.
+        source: (n,) all of them.
+        pairs: which, fastest first, repeated ones included.
     """
 
-    values: tuple[float, ...]
-    label: str
+    source: Tensor
+    pairs: tuple[int, ...]
 
     @property
     def frequencies(self) -> Tensor:
         """(S,) inverse frequencies in float64."""
-        return torch.tensor(self.values, dtype=torch.float64)
+        return self.source[list(self.pairs)]
+
+    @property
+    def data(self) -> list[int]:
+        """Which."""
+        return list(self.pairs)
 
     def __str__(self) -> str:
-        return self.label
-
-
-def candidates(source: Tensor, slots: int) -> tuple[Frequencies, ...]:
-    """Lists of `slots` frequencies worth trying for a layer that rotates with `source` (n,), most literal first.
-
-    With at least n slots every frequency of the source is there, as often as there are KV heads at full size. With
-    fewer, they are read off the source's own log-frequencies (any scaling included) at even steps.
-    """
-    n = len(source)
-    if slots >= n:
-        copies, extra = divmod(slots, max(n, 1))
-        values = torch.cat([f.repeat(copies + (i < extra)) for i, f in enumerate(source)]) if slots else source
-        return (Frequencies(tuple(values.tolist()), "the source's own"),)
-    place = torch.arange(n, dtype=torch.float64)
-    found = []
-    for share in STEPS:
-        wanted = torch.arange(slots, dtype=torch.float64) * (1 + share * (n / slots - 1))
-        left = wanted.floor().clamp(max=max(n - 2, 0)).long()
-        right = (left + 1).clamp(max=n - 1)
-        logs = source.log()
-        values = (logs[left] + (wanted - place[left]) * (logs[right] - logs[left])).exp()
-        exact = wanted == wanted.round()
-        values[exact & (wanted < n)] = source[wanted[exact & (wanted < n)].long()]
-        found.append(
-            Frequencies(tuple(values.tolist()), f"{1 + share * (n / slots - 1):.3g} of the source's pairs apart")
-        )
-    return tuple(found)
+        return f"its own, pairs {', '.join(map(str, self.pairs))}"
 
 
 @dataclass(frozen=True)
@@ -108,12 +82,15 @@ class NativeTarget:
     def tied(self) -> frozenset[str]:
         return frozenset(self._model.tied)
 
-    @cached_property
+    @property
     def kinds(self) -> tuple[str, ...]:
-        apart = not hasattr(getattr(self._model.decoder, "rotary_emb", None), "inv_freq")
+        return tuple(map(str, range(self.shape.num_layers)))
+
+    @property
+    def rope_dims(self) -> tuple[int, ...]:
+        heads = self.shape.num_kv_heads
         return tuple(
-            NONE if not len(self._rotation(layer)) else self.source.layer_types[layer] if apart else ALL
-            for layer in range(self.shape.num_layers)
+            2 * min(self.rope_dim // 2, heads * len(self._rotation(layer))) for layer in range(self.shape.num_layers)
         )
 
     def _rotation(self, layer: int) -> Tensor:
@@ -121,17 +98,33 @@ class NativeTarget:
         return frequencies if self.family.rotates(self.source, layer) else frequencies[:0]
 
     @cached_property
-    def ladders(self) -> dict[str, tuple[Frequencies, ...]]:
-        found: dict[str, tuple[Frequencies, ...]] = {}
-        for layer, kind in enumerate(self.kinds):
-            if kind not in found:
-                pairs = self._rotation(layer)
-                found[kind] = candidates(pairs, min(self.rope_dim // 2, self.shape.num_kv_heads * len(pairs)))
-        return found
+    def _beyond(self) -> Tensor | None:
+        """(n,) what the frequencies become beyond the first training's context, where they do (longrope)."""
+        rope = getattr(self.source, "rope_parameters", None) or {}
+        if rope.get("rope_type") != "longrope":
+            return None
+        length = rope["original_max_position_embeddings"] + 1
+        found, _ = ROPE_INIT_FUNCTIONS["longrope"](self.source, torch.device("cpu"), seq_len=length)
+        return found.to(torch.float64)
+
+    def _literal(self, layer: int) -> OwnFrequencies:
+        """Every frequency equally often, or every so many-th: all that is possible at full size."""
+        source, slots = self._rotation(layer), self.rope_dims[layer] // 2
+        return OwnFrequencies(source, tuple(s * len(source) // slots for s in range(slots)))
+
+    def candidates(self, layer: int, stats: RopeStatistics, pairs: Tensor) -> list[OwnFrequencies]:
+        literal = self._literal(layer)
+        if len(literal.pairs) in (0, self.shape.num_kv_heads * len(literal.source)):
+            return [literal]
+        chosen = choose_pairs(stats, pairs, len(literal.pairs))
+        return [OwnFrequencies(literal.source, tuple(chosen.tolist())), literal]
+
+    def ladder(self, kind: str, data: list[int]) -> OwnFrequencies:
+        return OwnFrequencies(self._rotation(int(kind)), tuple(data))
 
     @cached_property
     def _converted(self) -> StreamedModel:
-        data = self.config({kind: options[0] for kind, options in self.ladders.items()})
+        data = self.config({kind: self._literal(layer) for layer, kind in enumerate(self.kinds)})
         return StreamedModel(Unwritten(), LatentfoldConfig(**data), torch.float32, torch.device("cpu"))
 
     @property
@@ -193,10 +186,12 @@ class NativeTarget:
         prefix = f"{self._prefix(layer)}{self.family.attention}."
         return {prefix + name: tensor for name, tensor in tensors.items()}
 
-    def config(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, chosen: Mapping[str, OwnFrequencies]) -> dict[str, Any]:
         prefix = f"{self._prefix(0)}{self.family.attention}."
         q, k, v = self.family.split(rows_of(self._meta, prefix, self.family, self._model.stored), self.shape)
         biased = [rows.shape[1] > self.shape.hidden_size for rows in (q, k, v)]
+        ladders = [chosen[kind] for kind in self.kinds]
+        beyond = self._beyond
         text = json.loads(self.source.to_json_string(use_diff=False))
         dtype = str(self.dtype).removeprefix("torch.")
         return {
@@ -212,8 +207,11 @@ class NativeTarget:
             "num_kv_heads": self.shape.num_kv_heads,
             "head_dim": self.shape.head_dim,
             "kv_lora_rank": self.kv_rank,
-            "frequencies": {kind: ladder.frequencies.tolist() for kind, ladder in chosen.items()},
-            "layer_kinds": list(self.kinds),
+            "frequencies": [ladder.frequencies.tolist() for ladder in ladders],
+            "frequencies_beyond": None if beyond is None else [beyond[ladder.data].tolist() for ladder in ladders],
+            "first_context": None
+            if beyond is None
+            else self.source.rope_parameters["original_max_position_embeddings"],
             "scaling": self._scaling,
             "softcap": self.family.softcap(self.source),
             "qk_norm": self._has_norm,
@@ -231,5 +229,5 @@ class NativeTarget:
     def _meta(self, name: str) -> Tensor:
         return torch.empty(self.expected[self._model.stored[name][0]], device="meta")
 
-    def rope_parameters(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        return {"rope_type": "stored"} | {kind: str(ladder) for kind, ladder in chosen.items()}
+    def rope_parameters(self, chosen: Mapping[str, OwnFrequencies]) -> dict[str, Any]:
+        return {"rope_type": "frequencies of the source, chosen for each layer"}
