@@ -17,7 +17,9 @@ keys are the same map for every key and add up: projecting (1) on a random direc
 so that E[(q q^T) (x) (u u^T)] is the exact quadratic form of the output error in D (Hutchinson's estimator); it is kept
 as a product of the two factors. It ignores by itself what softmax ignores, a constant added to all keys.
 Every query counts in proportion to 1/|h_m|^2, h the residual stream it is added to: an error is as large as what
-the next norm makes of it, and the attention-sink token, whose stream is thousands of times longer, feels none.
+the next norm makes of it, and the attention-sink token, whose stream is thousands of times longer, feels none. Where
+the output goes through a norm of its own first (Gemma 2, 3; OLMo 2), an error counts relative to the output's length,
+and W_O stands for itself times that norm's gain.
 Activations are never stored: one sequence at a time is turned into moments.
 """
 
@@ -51,12 +53,12 @@ class Sensitivity:
 
     Attributes:
         positions: (M,) the sampled query positions, ascending.
-        weight: (M,) 1/|h|^2 of each.
+        weight: (M,) 1/|h|^2 of each, h in units of the outputs.
         queries: (H, M, d) before RoPE.  keys, values: (T, G, d) before RoPE.
         probabilities: (H, M, T).
         omega: (H, M, T), weight of an unrelated squared score error.
         influence: (H, M, T), coefficients of y_n in equation (2) for one random g a query.
-        outputs: (M, D) attention outputs.
+        outputs: (M, D) attention outputs, as far as they are felt (`AttentionWeights.felt_o`).
     """
 
     positions: Tensor
@@ -86,7 +88,8 @@ class AttentionProbe:
     def __init__(self, weights: AttentionWeights, frequencies: Tensor) -> None:
         self.weights = weights
         self.frequencies = frequencies.to(torch.float64)
-        self.value_gram = weights.o.mT @ weights.o  # (H, d, d)
+        self.felt_o = weights.felt_o
+        self.value_gram = self.felt_o.mT @ self.felt_o  # (H, d, d)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Apply RoPE to (.., N, d) at the given N positions (rotate-half layout)."""
@@ -117,16 +120,17 @@ class AttentionProbe:
         p = scores.softmax(-1)
         v = values.transpose(0, 1)[w.group]  # (H, T, d)
         o = p @ v  # (H, M, d)
-        weight = 1 / stream[positions].square().sum(-1).clamp_min(1e-20)
+        outputs = torch.einsum("hed,hmd->me", w.o, o)
+        added, factor = w.added(outputs)
+        weight = factor.square() / stream[positions].square().sum(-1).clamp_min(1e-20)
         gv, go = v @ self.value_gram, o @ self.value_gram
         distance = (gv * v).sum(-1)[:, None, :] - 2 * o @ gv.mT + (go * o).sum(-1)[..., None]
         omega = p.square() * distance.clamp_min(0) * weight[:, None]
         generator = torch.Generator().manual_seed(seed)
         g = torch.randn(len(positions), w.o.shape[1], generator=generator).to(x) * weight.sqrt()[:, None]
-        direction = torch.einsum("me,hed->hmd", g, w.o)
+        direction = torch.einsum("me,hed->hmd", g, self.felt_o)
         influence = p * (direction @ v.mT - (direction * o).sum(-1, keepdim=True))
-        outputs = torch.einsum("hed,hmd->me", w.o, o)
-        return Sensitivity(positions, weight, queries, keys, values, p, omega, influence, outputs)
+        return Sensitivity(positions, weight, queries, keys, values, p, omega, influence, added / factor[:, None])
 
 
 class RopeAccumulator:

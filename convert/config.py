@@ -82,7 +82,7 @@ class ConversionConfig:
             raise InputError(f"--dtype {self.dtype}: expected auto, bfloat16 or float32")
         if self.kv_rank is not None and self.kv_rank < 1:
             raise InputError(f"--kv-rank {self.kv_rank}: expected a positive number")
-        if self.rope_dim is not None and (self.rope_dim < 2 or self.rope_dim % 2):
+        if self.rope_dim is not None and (self.rope_dim < 0 or self.rope_dim % 2):
             raise InputError(f"--rope-dim {self.rope_dim}: expected a positive even number (two values a frequency)")
         given = [self.cache_values is not None, self.cache_ratio is not None]
         if sum([*given, self.kv_rank is not None or self.rope_dim is not None]) > 1:

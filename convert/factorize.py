@@ -64,6 +64,7 @@ class AttentionWeights:
         q_norm, k_norm: what projected queries and keys go through before they rotate.
         softcap: scores become softcap * tanh(score / softcap).
         window: how many tokens a query sees, its own included; None: all.
+        output_gain: (D,) of the RMSNorm that the output goes through before it is added; None: it is added as it is.
     """
 
     q: Tensor
@@ -77,12 +78,14 @@ class AttentionWeights:
     k_norm: HeadNorm | None = None
     softcap: float | None = None
     window: int | None = None
+    output_gain: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> AttentionWeights:
         """The same in another dtype."""
         parts: dict[str, Any] = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "o")}
-        if self.o_bias is not None:
-            parts["o_bias"] = self.o_bias.to(dtype)
+        for name in ("o_bias", "output_gain"):
+            if (vector := getattr(self, name)) is not None:
+                parts[name] = vector.to(dtype)
         for name in ("q_norm", "k_norm"):
             if norm := getattr(self, name):
                 parts[name] = replace(norm, gain=norm.gain.to(dtype))
@@ -125,6 +128,18 @@ class AttentionWeights:
     def capped(self, scores: Tensor) -> Tensor:
         """Scores as the softmax gets them."""
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+    @property
+    def felt_o(self) -> Tensor:
+        """(H, D, d), the output projection in the units in which its errors count: those of the residual stream."""
+        return self.o if self.output_gain is None else self.output_gain[:, None] * self.o
+
+    def added(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """What is added to the stream for outputs (M, D), and the factor (M,) from them to it but for the gain."""
+        if self.output_gain is None:
+            return output, output.new_ones(len(output))
+        factor = torch.rsqrt(output.square().mean(-1) + 1e-30)
+        return self.output_gain * output * factor[:, None], factor
 
     @property
     def group(self) -> Tensor:
@@ -199,7 +214,7 @@ def latent_rows(
     thing at once: their errors add up in the output as far as the heads attend to the same tokens.
     """
     root, inverse = square_roots(stats.moment)
-    value_metric = weights.o.mT @ weights.o  # (H, d, d)
+    value_metric = weights.felt_o.mT @ weights.felt_o  # (H, d, d)
     key_root, value_root = metric_root(stats.query_moment), metric_root(value_metric)
     key_rows = weights.scale * key_root @ still_keys  # (H, d, E)
     value_rows = value_root @ stats.values[weights.group]
@@ -228,7 +243,7 @@ def latent_rows(
 def shared_value_metric(weights: AttentionWeights, overlap: Tensor) -> Tensor:
     """(G d, G d): sum over pairs of heads of overlap_hh' W_O,h^T W_O,h', gathered by the KV heads they read."""
     heads, _, size = weights.o.shape
-    flat = weights.o.transpose(0, 1).flatten(1)  # (D, H d)
+    flat = weights.felt_o.transpose(0, 1).flatten(1)  # (D, H d)
     pairs = (flat.T @ flat).view(heads, size, heads, size) * overlap[:, None, :, None]
     kv_heads = len(weights.k)
     grouped = pairs.view(kv_heads, heads // kv_heads, size, kv_heads, heads // kv_heads, size)
@@ -268,7 +283,7 @@ def factorize(
         return float(((metric @ left) * by_pool(left, moments, stats.pool)).sum().clamp_min(0))
 
     key_error = weights.scale**2 * error(still - k_up @ rows, stats.query_moment, stats.key_moment)
-    value_error = error(own_values - v_up @ rows, weights.o.mT @ weights.o, stats.value_moment)
+    value_error = error(own_values - v_up @ rows, weights.felt_o.mT @ weights.felt_o, stats.value_moment)
     power = max(stats.output_power, 1e-300)
     queries = weights.q
     if weights.has_norm:

@@ -24,7 +24,7 @@ class Proposal:
     Attributes:
         kv_rank, rope_dim: kv_lora_rank and qk_rope_head_dim.
         cached_share: cached values relative to the source's.
-        kernels: which engine kernels take these sizes.
+        kernels: which engine kernels take these sizes, in the stock class.
     """
 
     kv_rank: int
@@ -49,6 +49,7 @@ class Inspection:
     cache_bytes: dict[int, int]
     convertible: bool
     reasons: tuple[str, ...]
+    not_portable: tuple[str, ...]
     proposal: Proposal | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,10 +72,7 @@ def engine_kernels(kv_rank: int, rope_dim: int) -> tuple[str, ...]:
 
 
 def propose_sizes(shape: ModelShape) -> Proposal:
-    """About a third of the source's cached values, on sizes that fast kernels take where one is near.
-
-    Half of a head's size is given to rotation (every other frequency of the model), the rest to the latent.
-    """
+    """About a third of the source's cached values, on sizes that fast kernels take where one is near."""
     values = shape.cache_values
     fitting = [
         size for size in KERNEL_SIZES if 0.2 * values <= sum(size) <= 0.4 * values and size[0] <= shape.max_kv_rank
@@ -82,7 +80,7 @@ def propose_sizes(shape: ModelShape) -> Proposal:
     if fitting:
         kv_rank, rope_dim = min(fitting, key=lambda size: abs(sum(size) - TARGET_SHARE * values))
     else:
-        rope_dim = max(2, shape.head_dim // 4 * 2)
+        rope_dim = usual_rope_dim(shape, TARGET_SHARE * values)
         wanted = TARGET_SHARE * values - rope_dim
         step = 16 if wanted >= 32 else 1
         kv_rank = min(shape.max_kv_rank, max(step * round(wanted / step), rope_dim // 2, 1))
@@ -90,20 +88,27 @@ def propose_sizes(shape: ModelShape) -> Proposal:
     return Proposal(kv_rank, rope_dim, share, engine_kernels(kv_rank, rope_dim))
 
 
+def usual_rope_dim(shape: ModelShape, values: float) -> int:
+    """How many of so many cached values rotate: half a head's size (every other frequency), a third of them at most."""
+    return max(2, 2 * int(min(shape.head_dim / 4, values / 6))) if shape.rotates else 0
+
+
 def splits(shape: ModelShape, values: int) -> list[tuple[int, int]]:
     """(kv_rank, rope_dim) that together cache `values`; none where no division makes sense."""
     found = [(values - rope_dim, rope_dim) for rope_dim in _rotated(shape)]
-    return [(rank, rope) for rank, rope in found if rope // 2 <= rank <= shape.max_kv_rank]
+    return [(rank, rope) for rank, rope in found if max(1, rope // 2) <= rank <= shape.max_kv_rank]
 
 
 def divisible(shape: ModelShape) -> tuple[int, int]:
     """The fewest and the most cached values, below the source's, that `splits` divides."""
     rotated = _rotated(shape)
-    return rotated[0] + rotated[0] // 2, min(shape.cache_values - 1, rotated[-1] + shape.max_kv_rank)
+    return rotated[0] + max(1, rotated[0] // 2), min(shape.cache_values - 1, rotated[-1] + shape.max_kv_rank)
 
 
 def _rotated(shape: ModelShape) -> list[int]:
     """Sizes of the rotated part to choose from, ascending."""
+    if not shape.rotates:
+        return [0]
     return sorted({max(2, round(shape.head_dim * share / 2) * 2) for share in HEAD_SHARES})
 
 
@@ -142,6 +147,7 @@ def inspect_model(name: str, *, revision: str | None = None, token: str | None =
         cache_bytes={tokens: shape.cache_bytes(tokens, width) for tokens in CONTEXTS},
         convertible=verdict.family is not None,
         reasons=verdict.reasons,
+        not_portable=verdict.not_portable,
         proposal=propose_sizes(shape) if verdict.family is not None else None,
     )
 

@@ -56,7 +56,7 @@ class LayerCalibration:
         seed = self.seed + window
         self.moments.add(x, self.probe.sample(x, stream, self.queries, seed))
         positions = query_positions(len(x), self.count, seed).to(x.device)
-        self.samples.append(AttentionSample.take(x, stream, output, positions))
+        self.samples.append(AttentionSample.take(self.weights, x, stream, output, positions))
 
     def result(self) -> CalibratedLayer:
         """What was collected."""

@@ -178,6 +178,8 @@ def check_sizes(shape: ModelShape, kv_rank: int, rope_dim: int) -> None:
             f"(min of 2 x {shape.num_kv_heads} KV heads x {shape.head_dim}, hidden size {shape.hidden_size}); "
             f"try --kv-rank {proposal.kv_rank} --rope-dim {proposal.rope_dim}"
         )
+    if rope_dim < 2 and shape.rotates:
+        raise InputError(f"--rope-dim {rope_dim}: expected a positive even number (two values a frequency)")
     largest = shape.num_kv_heads * shape.head_dim
     if rope_dim > largest:
         raise InputError(
@@ -266,7 +268,7 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
     family, target_name, notices = choose_target(config, checkpoint.name, judge(model, shape, config.engine))
     proposal = propose_sizes(shape)
     kv_rank = config.kv_rank or proposal.kv_rank
-    rope_dim = config.rope_dim or proposal.rope_dim
+    rope_dim = proposal.rope_dim if config.rope_dim is None else config.rope_dim
     if candidates := candidate_splits(config, shape):
         kv_rank, rope_dim = candidates[0]
     check_sizes(shape, kv_rank, rope_dim)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from latentfold.convert.factorize import LatentAttention, head_outputs
+from latentfold.convert.factorize import AttentionWeights, LatentAttention, head_outputs
 
 FOLDS = 4
 RIDGES = (1e-2, 1e-1, 1.0)
@@ -47,11 +47,14 @@ class AttentionSample:
     weight: Tensor
 
     @classmethod
-    def take(cls, x: Tensor, stream: Tensor, output: Tensor, positions: Tensor) -> AttentionSample:
+    def take(
+        cls, weights: AttentionWeights, x: Tensor, stream: Tensor, output: Tensor, positions: Tensor
+    ) -> AttentionSample:
         """From (T, D) input, residual stream and output; a sample counts by what the next norm makes of its error."""
         output = output[positions]
-        power = (stream[positions] + output).square().sum(-1)
-        return cls(x, positions, output, 1 / power.clamp_min(1e-20))
+        added, factor = weights.added(output)
+        power = (stream[positions] + added).square().sum(-1)
+        return cls(x, positions, output, factor.square() / power.clamp_min(1e-20))
 
 
 def sample_count(layer_width: int, windows: int) -> int:

@@ -18,6 +18,7 @@ class ModelShape:
 
     Attributes:
         windows: per layer, the number of tokens attention sees, or None for all.
+        rotates: it has rotary position embeddings.
         kv_lora_rank, qk_rope_head_dim: for a model that already is MLA, else None.
         rope_dims: the latter by layer, where layers differ.
     """
@@ -30,6 +31,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+    rotates: bool = True
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
     rope_dims: tuple[int, ...] = ()
@@ -62,17 +64,6 @@ class ModelShape:
         held = (tokens if window is None else min(tokens, window) for window in self.windows)
         return bytes_per_value * sum(n * values for n, values in zip(held, self.layer_values, strict=True))
 
-    def resolve(self, symbols: str) -> tuple[int, ...]:
-        """Shape symbols (`families`) to numbers."""
-        sizes = {
-            "V": self.vocab_size,
-            "D": self.hidden_size,
-            "F": self.intermediate_size,
-            "Q": self.num_heads * self.head_dim,
-            "K": self.num_kv_heads * self.head_dim,
-        }
-        return tuple(sizes[s] for s in symbols)
-
 
 def model_shape(config: Any) -> ModelShape:
     """Sizes from a transformers config (of a text model, or holding one).
@@ -101,6 +92,7 @@ def model_shape(config: Any) -> ModelShape:
         num_kv_heads=kv_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         windows=_windows(text, layers),
+        rotates=bool(getattr(text, "rope_parameters", None)),
         kv_lora_rank=rank,
         qk_rope_head_dim=config.qk_rope_head_dim if rank is not None else None,
         rope_dims=tuple(getattr(config, "rope_dims", ())),

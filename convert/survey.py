@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from latentfold.convert.config import ConversionConfig
+from latentfold.convert.inspection import usual_rope_dim
 from latentfold.convert.layers import StreamedModel
 from latentfold.convert.method import LayerCalibration, convert_layer
 from latentfold.convert.plan import ConversionPlan
@@ -90,7 +91,10 @@ def survey(
 
 
 def usual_sizes(shape: ModelShape) -> list[tuple[int, int]]:
-    """(kv_rank, rope_dim) for a range of caches, smallest first, each with half a head's size for rotation."""
-    rope_dim = max(2, shape.head_dim // 4 * 2)
-    ranks = [round(share * shape.cache_values) - rope_dim for share in CACHE_SHARES]
-    return [(rank, rope_dim) for rank in ranks if rope_dim // 2 <= rank <= shape.max_kv_rank]
+    """(kv_rank, rope_dim) for a range of caches, smallest first."""
+    found = []
+    for share in CACHE_SHARES:
+        values = round(share * shape.cache_values)
+        rope_dim = usual_rope_dim(shape, values)
+        found.append((values - rope_dim, rope_dim))
+    return [(rank, rope_dim) for rank, rope_dim in found if max(1, rope_dim // 2) <= rank <= shape.max_kv_rank]

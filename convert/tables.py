@@ -64,9 +64,14 @@ def _proposal_rows(found: Inspection, proposal: Proposal) -> list[tuple[str, str
     values = proposal.kv_rank + proposal.rope_dim
     after = ", ".join(f"{size(b * proposal.cached_share)} at {tokens:,}" for tokens, b in found.cache_bytes.items())
     return [
-        ("convert", f"--kv-rank {proposal.kv_rank} --rope-dim {proposal.rope_dim}"),
+        (
+            "convert",
+            f"--kv-rank {proposal.kv_rank}" + (f" --rope-dim {proposal.rope_dim}" if proposal.rope_dim else ""),
+        ),
         ("  cache", f"{values} of {found.shape.cache_values} values ({1 - proposal.cached_share:.0%} less): {after}"),
-        ("  kernels", ", ".join(proposal.kernels)),
+        ("  kernels", "of transformers alone: " + "; ".join(found.not_portable))
+        if found.not_portable
+        else ("  kernels", ", ".join(proposal.kernels)),
     ]
 
 

@@ -117,8 +117,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "olmoe": {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
-    "gpt2": {"model_type": "gpt2", "num_key_value_heads": 4},
-    "opt": {"model_type": "opt", "num_key_value_heads": 4, "word_embed_proj_dim": 32},
+    "gpt2": {"model_type": "gpt2", "num_key_value_heads": 4, "rope_parameters": None},
+    "opt": {"model_type": "opt", "num_key_value_heads": 4, "word_embed_proj_dim": 32, "rope_parameters": None},
     "qwen3, biases, yarn": {"model_type": "qwen3", "attention_bias": True, "rope_parameters": YARN},
 }
 """What each model's configuration adds to `SIZES`."""

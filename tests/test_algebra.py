@@ -116,7 +116,7 @@ def refitted(w: AttentionWeights, layer: LatentAttention, slots: Tensor) -> Late
     for seed in range(12):
         x = random_inputs(100 + seed)
         positions = query_positions(TOKENS, 20, seed)
-        samples.append(AttentionSample.take(x, x, attention(w, FREQUENCIES, x), positions))
+        samples.append(AttentionSample.take(w, x, x, attention(w, FREQUENCIES, x), positions))
     return refit_output(layer, slots, samples)
 
 

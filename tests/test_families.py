@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from latentfold.convert import InputError, convert_checkpoint
+from latentfold.convert import InputError, convert_checkpoint, inspect_model
 from latentfold.convert.plan import read_config
 from latentfold.convert.shapes import model_shape
 from latentfold.convert.source import open_checkpoint
@@ -211,6 +211,15 @@ def test_auto_takes_the_stock_class_wherever_it_fits(tmp_path: Path, options: di
         assert recipe["options"]["target"] == ("deepseek" if name == "llama" else "native")
     with pytest.raises(InputError, match=r"attention bias, .*--engine transformers"):
         convert_checkpoint(str(tmp_path / "qwen2"), str(tmp_path / "x"), target="deepseek", **sizes, **options)
+
+
+def test_without_rope_all_of_the_cache_is_latent(tmp_path: Path, options: dict[str, Any]) -> None:
+    source = save_family(tmp_path / "source", "gpt2")
+    for size in ({"cache_values": 20}, {"kv_rank": 20}, {"cache_ratio": 20 / 64}):
+        recipe = convert_checkpoint(str(source), str(tmp_path / "out"), **size, overwrite=True, **options).recipe
+        assert recipe["cache_values"] == {"source": 64, "converted": 20}
+    proposal = inspect_model(str(source)).proposal
+    assert proposal is not None and proposal.rope_dim == 0 and 0.3 < proposal.cached_share < 0.4
 
 
 def test_names_without_the_decoders_prefix(tmp_path: Path, options: dict[str, Any]) -> None:

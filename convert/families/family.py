@@ -58,6 +58,7 @@ class Family:
         transposed: projections are stored (in, out).
         q_norm, k_norm: RMSNorms of queries and keys before rotation: over a head where the weight is as long as a
             head, over all of them together where it is as long as all.
+        output_norm: RMSNorm in the decoder layer that attention's output goes through before it is added.
         norm_offset: what is added to a stored norm weight.
         scale: of the scores.  softcap: of the scores, or None.
         rotates: whether a layer has RoPE.
@@ -78,6 +79,7 @@ class Family:
     transposed: bool = False
     q_norm: str | None = None
     k_norm: str | None = None
+    output_norm: str | None = None
     norm_offset: float = 0.0
     scale: Callable[[Any, ModelShape], float] = lambda config, shape: shape.head_dim**-0.5
     softcap: Callable[[Any], float | None] = lambda config: None

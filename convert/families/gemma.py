@@ -17,6 +17,8 @@ GEMMA2 = Family(
     "gemma2",
     scale=_query_scale,
     softcap=lambda config: config.attn_logit_softcapping,
+    output_norm="post_attention_layernorm",
+    norm_offset=1.0,
     unsupported=("use_bidirectional_attention",),
     why_not_portable="attention soft-cap, sliding windows and post norms",
 )
@@ -24,6 +26,7 @@ GEMMA3 = Family(
     "gemma3_text",
     q_norm="q_norm",
     k_norm="k_norm",
+    output_norm="post_attention_layernorm",
     norm_offset=1.0,
     scale=_query_scale,
     unsupported=("use_bidirectional_attention",),

@@ -88,6 +88,10 @@ def read_attention(
             constant = torch.einsum("hde,he->d", o, v[group, :, hidden])
             o_bias = constant if o_bias is None else o_bias + constant
             v = torch.cat([v[..., :hidden], torch.zeros_like(v[..., hidden:])], dim=-1)
+    output_gain = None
+    if family.output_norm is not None:
+        layer_prefix = prefix.removesuffix(f"{family.attention}.")
+        output_gain = read(f"{layer_prefix}{family.output_norm}.weight") + family.norm_offset
     weights = AttentionWeights(
         q=q,
         k=k,
@@ -98,6 +102,7 @@ def read_attention(
         o_bias=o_bias,
         softcap=family.softcap(config),
         window=shape.windows[layer],
+        output_gain=output_gain,
         **norms,
     )
     still = frequencies.new_zeros(size // 2 - len(frequencies))
