@@ -147,7 +147,8 @@ class LatentAttention(nn.Module):
         """cos and sin (B, 1, T, S) of the positions (B, T)."""
         if self._frequencies is None or self._frequencies.device != position_ids.device:
             self._frequencies = torch.tensor(self.frequencies, dtype=torch.float32, device=position_ids.device)
-        beyond = len(self.frequencies) > 1 and bool(position_ids.max() >= self.config.first_context)
+        first = self.config.first_context
+        beyond = first is not None and bool(position_ids.max() >= first)
         phase = position_ids[:, None, :, None].float() * self._frequencies[int(beyond)]
         return phase.cos().to(dtype), phase.sin().to(dtype)
 
