@@ -5,6 +5,7 @@ Shape legend: H query heads, G KV heads, d head size, n = d/2, S slots, r latent
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from latentfold.convert.refit import AttentionSample, refit_output
 from latentfold.convert.rope import (
     RopeStatistics,
     SlotFit,
+    choose_pairs,
     complex_pair_moment,
     fit_slots,
     rotations,
@@ -323,6 +325,45 @@ def test_influence_is_the_derivative_of_the_output() -> None:
         u = seen.influence @ x  # (H, M, D)
         estimate += float((w.scale * (seen.queries * (u @ delta.T)).sum(-1)).square().sum()) / seeds
     assert estimate == pytest.approx(true, rel=0.1)
+
+
+def test_errors_before_a_norm_count_relative_to_the_output() -> None:
+    """`felt_o`, the factor of `added` and the sampled weight together are the derivative of what is added."""
+    generator = torch.Generator().manual_seed(3)
+    gain = torch.rand(HIDDEN, generator=generator, dtype=torch.float64) + 0.5
+    w, x = replace(random_weights(2), output_gain=gain), random_inputs()
+    output = attention(w, FREQUENCIES, x)[:9]
+    added, factor = w.added(output)
+    assert torch.allclose(added, torch.nn.functional.rms_norm(output, (HIDDEN,), gain))
+    error = torch.randn(output.shape, generator=generator, dtype=torch.float64) / 1e6
+    error -= output * (error * output).sum(-1, keepdim=True) / output.square().sum(-1, keepdim=True)
+    moved, _ = w.added(output + error)
+    assert torch.allclose(moved - added, gain * error * factor[:, None], rtol=1e-4, atol=1e-11)
+    seen = AttentionProbe(w, FREQUENCIES)(x, x, torch.arange(9), 0)
+    assert torch.allclose(seen.weight, factor.square() / x[:9].square().sum(-1))
+    assert torch.allclose(seen.outputs * factor[:, None], added)
+    assert torch.allclose(w.felt_o, gain[:, None] * w.o)
+
+
+def test_chosen_pairs_are_the_best() -> None:
+    """Dynamic programming against every choice of distinct pairs, by what `fit_slots` makes of it."""
+    rope, _ = calibrated(random_weights(1)).result()
+    found = choose_pairs(rope, FREQUENCIES, 2)
+    scores = {
+        pairs: fit_slots(rope, FREQUENCIES, FREQUENCIES[list(pairs)]).objective
+        for pairs in itertools.combinations(range(len(FREQUENCIES)), 2)
+    }
+    assert scores[tuple(found.tolist())] <= 1.02 * min(scores.values())
+    assert max(scores.values()) > 1.2 * min(scores.values())  # it matters
+
+
+@pytest.mark.parametrize("count", [3, 6, 8])
+def test_chosen_pairs_share_slots_as_far_as_they_go(count: int) -> None:
+    rope, _ = calibrated(random_weights(2)).result()
+    found = choose_pairs(rope, FREQUENCIES, count)
+    assert len(found) == count and found.tolist() == sorted(found.tolist())
+    still = torch.cat([FREQUENCIES[:2], torch.zeros(2, dtype=torch.float64)])
+    assert set(choose_pairs(rope, still, 3).tolist()) <= {0, 1}  # what does not rotate needs no slot
 
 
 def test_pools_follow_the_budget() -> None:
