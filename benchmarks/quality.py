@@ -39,7 +39,7 @@ from latentfold.convert.pipeline import prepare, score_ladders
 from latentfold.convert.plan import ConversionPlan
 from latentfold.convert.source import open_checkpoint, public_name
 from latentfold.convert.sweep import layer_attention
-from latentfold.convert.targets.deepseek import KIND
+from latentfold.convert.targets.deepseek import KIND, PortableTarget
 from latentfold.eval.comparison import NOVEL_FRONT_MATTER, bundled_novel
 from latentfold.eval.models import max_positions
 from latentfold.eval.predictions import agreement, nll, position_buckets, score_tokens
@@ -192,6 +192,7 @@ def measure(
     documents: list[Document],
     skip: int,
     calibration: tuple[str, ...],
+    calibration_tokens: int,
     on_manual: bool,
     seq_len: int,
     windows: int,
@@ -201,7 +202,14 @@ def measure(
     plans = []
     for rope_dim, kv_rank in sizes:
         config = ConversionConfig(
-            model, None, rope_dim=rope_dim, kv_rank=kv_rank, calibration=calibration, seq_len=seq_len
+            model,
+            None,
+            rope_dim=rope_dim,
+            kv_rank=kv_rank,
+            calibration=calibration,
+            calibration_tokens=calibration_tokens,
+            seq_len=seq_len,
+            target=PortableTarget.name,
         )
         plan, tokenizer, calibrating = prepare(config)
         plans.append(plan)
@@ -225,9 +233,13 @@ def measure(
     rows: list[Row] = []
     source = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
     for (rope_dim, kv_rank), plan in zip(sizes, plans, strict=True):
+        assert isinstance(plan.target, PortableTarget)
         found, _ = score_ladders(source, plan, calibrating, config)[KIND][0]
+        literal = plan.target.ladders[0]
         for variant in variants:
-            ladder = found if variant.searches_ladder else plan.target.ladders[0]
+            if variant is VARIANTS["no ladder search"] and found == literal:
+                continue  # the search found nothing better: the same row again
+            ladder = found if variant.searches_ladder else literal
             rows.append(Row(variant, f"{rope_dim}+{kv_rank}", kv_rank, ladder.frequencies.to(source.device)))
     tokens = torch.cat(list(parts.values()))
     last = sweep(source, plan, config, calibrating.tokens, tokens, rows)
@@ -262,6 +274,8 @@ def parse_sizes(text: str) -> list[tuple[int, int]]:
 )
 @click.option("--ablate", is_flag=True, help="Rows without each ingredient.")
 @click.option("--baselines", is_flag=True, help="Rows for other methods.")
+@click.option("--only", multiple=True, metavar="NAME", help="Of these rows only some; may be repeated.")
+@click.option("--calibration-tokens", type=int, default=28672, show_default=True, help="Tokens to use, at most.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything to FILE.")
 @user_errors
 def main(
@@ -271,6 +285,7 @@ def main(
     on_manual: bool,
     ablate: bool,
     baselines: bool,
+    only: tuple[str, ...],
     json_file: str | None,
     **options: Any,
 ) -> None:
@@ -290,6 +305,10 @@ def main(
             raise InputError(f"--manual: blocks of {BLOCK} tokens; {model} takes at most {limit} positions")
     variants = list(VARIANTS.values()) if ablate else [VARIANTS["latentfold"]]
     variants += BASELINES.values() if baselines else ()
+    names = [variant.name for variant in variants]
+    if unknown := [name for name in only if name not in names]:
+        raise InputError(f"--only {unknown[0]}: expected one of {', '.join(names)}")
+    variants = [variant for variant in variants if not only or variant.name in only]
     skip = 0 if text else NOVEL_FRONT_MATTER
     found = []
     for model in models:

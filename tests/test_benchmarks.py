@@ -34,7 +34,7 @@ def test_default_row_is_what_convert_writes(
     printed = CliRunner().invoke(main, [*arguments, "--json", str(result), "--ablate", "--baselines"])
     assert printed.exit_code == 0, printed.output
     rows = {row["method"]: row for row in json.loads(result.read_text())[0]["rows"]}
-    assert set(rows) == set(VARIANTS) | set(BASELINES)
+    assert (set(VARIANTS) | set(BASELINES)) - set(rows) <= {"no ladder search"}  # where it finds the literal one
     assert str(tmp_path) not in result.read_text() + printed.stdout and "NaN" not in result.read_text()
     options["calibration_tokens"] = 28672
     convert_checkpoint(source, str(tmp_path / "out"), kv_rank=8, rope_dim=4, **options)
@@ -60,6 +60,7 @@ def test_refusals_come_before_the_work(make_model: MakeModel, text_file: Path, m
         ([*command, "nowhere/at/all"], "nowhere/at/all: no such folder"),
         ([*command, "--manual"], "drop --text and --calibration"),
         ([source, "--sizes", "4+8", "--seq-len", "64", "--manual"], "at most 256 positions"),
+        ([*command, "--only", "magic"], "--only magic: expected one of latentfold"),
         ([*command, "--sizes", "4+"], "expected rope-dim \\+ kv-rank"),
     ):
         refused = CliRunner().invoke(main, arguments)
