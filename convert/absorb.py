@@ -8,6 +8,7 @@ arXiv:2405.04434, section 2.1.2), wherever that is less work. Weights, cache and
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from latentfold.convert.errors import InputError
 from latentfold.convert.targets.native.modeling_latentfold import (
+    absorbable,
     absorbed_attention,
     absorbing_is_cheaper,
     eager_attention,
@@ -44,12 +46,14 @@ def enable_absorbed_decode(model: PreTrainedModel) -> None:
     if implementation not in _ATTEND:
         raise InputError(f"attn_implementation {implementation!r}: expected {' or '.join(_ATTEND)}")
     for layer in layers:
-        layer.expand_kv = _unexpanded  # type: ignore[assignment, method-assign]
+        layer.expand_kv = MethodType(_expand_kv, layer)  # type: ignore[assignment, method-assign]
     model.set_attn_implementation(PREFIX + implementation)
 
 
-def _unexpanded(latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+def _expand_kv(layer: DeepseekV3Attention, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
     """Hand the cache on as one key and value head; the attention function below sees queries and cache together."""
+    if not str(layer.config._attn_implementation).startswith(PREFIX):  # set to another one since
+        return DeepseekV3Attention.expand_kv(layer, latent, k_rope)
     return torch.cat([latent, k_rope], dim=-1), latent
 
 
@@ -61,7 +65,8 @@ def _absorbing(attend: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor | None]:
         rank, nope, size = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
         latent, k_rope = key.split([rank, module.qk_rope_head_dim], dim=-1)
-        if not absorbing_is_cheaper(query.shape[2], key.shape[2], attention_mask, rank, nope, size):
+        cheaper = absorbing_is_cheaper(query.shape[2], key.shape[2], attention_mask, rank, nope, size)
+        if not (cheaper and absorbable(module.kv_b_proj)):
             keys, values = DeepseekV3Attention.expand_kv(module, latent, k_rope)
             return attend(module, query, keys, values, attention_mask, **kwargs)
         k_up, v_up = module.kv_b_proj.weight.view(-1, nope + size, rank).split([nope, size], dim=1)

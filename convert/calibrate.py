@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from latentfold.convert.factorize import AttentionWeights, LatentStatistics
 from latentfold.convert.rope import RopeStatistics, complex_pair_moment
 
+RECOMPUTED_TOLERANCE = 1e-3
+"""Largest relative difference of attention recomputed here from the model's own, both in float32."""
 MOMENT_BUDGET = 1 << 30
 """Bytes that one layer's moments may take before heads share them."""
 
@@ -131,6 +133,22 @@ class AttentionProbe:
         direction = torch.einsum("me,hed->hmd", g, self.felt_o)
         influence = p * (direction @ v.mT - (direction * o).sum(-1, keepdim=True))
         return Sensitivity(positions, weight, queries, keys, values, p, omega, influence, added / factor[:, None])
+
+    def check(self, seen: Sensitivity, output: Tensor) -> None:
+        """Compare what was recomputed with what the model's own module gave, (T, D): a family may be misdescribed.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        w = self.weights
+        given = output[seen.positions] if w.o_bias is None else output[seen.positions] - w.o_bias
+        given = given if w.output_gain is None else w.output_gain * given
+        error = float((seen.outputs - given).norm() / given.norm().clamp_min(1e-30))
+        if not error <= RECOMPUTED_TOLERANCE:
+            raise RuntimeError(
+                f"attention recomputed from the weights differs from the model's own by {error:.1e} (allowed "
+                f"{RECOMPUTED_TOLERANCE:.0e}): a setting of this model is not understood; please report its config.json"
+            )
 
 
 class RopeAccumulator:

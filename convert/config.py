@@ -39,7 +39,8 @@ class ConversionConfig:
         target: "deepseek" (the stock class that every engine loads), "native" (our own class, for what that one
             cannot hold), or "auto": the first wherever it fits.
         engine: what has to load the stock class: "any" engine, or "transformers" alone, whose class has biases too.
-        dtype: "bfloat16", "float32", or "auto" (the source's; float16 becomes bfloat16); "float16" for "native".
+        dtype: "bfloat16", "float32", or "auto" (the source's; in the stock class float16 becomes bfloat16); for
+            "native" also "float16".
         max_shard_size: as in transformers, "5GB".
         stream: keep no copy of a Hub source: fetch its shards when they are needed and delete them (slower).
         overwrite: replace what `output` holds, once the new checkpoint is complete.
@@ -79,7 +80,7 @@ class ConversionConfig:
                 "use bfloat16 or float32, or --target native"
             )
         if self.dtype not in {"auto", *OUTPUT_DTYPES}:
-            raise InputError(f"--dtype {self.dtype}: expected auto, bfloat16 or float32")
+            raise InputError(f"--dtype {self.dtype}: expected auto, bfloat16 or float32 (--target native: or float16)")
         if self.kv_rank is not None and self.kv_rank < 1:
             raise InputError(f"--kv-rank {self.kv_rank}: expected a positive number")
         if self.rope_dim is not None and (self.rope_dim < 0 or self.rope_dim % 2):

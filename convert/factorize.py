@@ -16,7 +16,7 @@ in what they do to the attention output, so K and V need no balance between them
 with D_h = C_h - B^K_h A the error of the map to kappa_h, the key that does not rotate (`rope.constant_keys`), Q_h and
 N_h the two factors of how such an error reaches the output (`calibrate`, equation 2), E_h the moment of what W_O
 receives. N ignores by itself a constant added to all keys of a head, as softmax does. V is not centred either:
-the stock target has no o_proj bias to give its mean back.
+for engines other than transformers the stock target has no o_proj bias to give its mean back.
 Whitening by data moments follows SVD-LLM (arXiv:2403.07378) and CARE (arXiv:2603.17946); the sensitivity weights are
 this project's (docs/method.md).
 """

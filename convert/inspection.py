@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from latentfold.convert.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from latentfold.convert.families.family import Family
 
 CONTEXTS = (4096, 32768, 131072)
 KERNEL_SIZES = ((512, 64), (256, 64))
@@ -77,7 +80,7 @@ def propose_sizes(shape: ModelShape) -> Proposal:
     fitting = [
         size for size in KERNEL_SIZES if 0.2 * values <= sum(size) <= 0.4 * values and size[0] <= shape.max_kv_rank
     ]
-    if fitting:
+    if fitting and shape.rotates:
         kv_rank, rope_dim = min(fitting, key=lambda size: abs(sum(size) - TARGET_SHARE * values))
     else:
         rope_dim = usual_rope_dim(shape, TARGET_SHARE * values)
@@ -142,7 +145,7 @@ def inspect_model(name: str, *, revision: str | None = None, token: str | None =
         shape=shape,
         rope=dict(rope),
         dtype=str(dtype).removeprefix("torch.") if dtype is not None else "bfloat16",
-        unusual=tuple(_unusual(text, shape)),
+        unusual=tuple(_unusual(text, shape, verdict.family)),
         cache_bytes_per_token=shape.num_layers * shape.cache_values * width,
         cache_bytes={tokens: shape.cache_bytes(tokens, width) for tokens in CONTEXTS},
         convertible=verdict.family is not None,
@@ -160,7 +163,7 @@ def _attention_kind(shape: ModelShape) -> str:
     return "MQA" if shape.num_kv_heads == 1 else "GQA"
 
 
-def _unusual(config: Any, shape: ModelShape) -> list[str]:
+def _unusual(config: Any, shape: ModelShape, family: Family | None) -> list[str]:
     found: list[str] = []
     windows = Counter(shape.windows)
     full = windows.pop(None, 0)
@@ -168,8 +171,10 @@ def _unusual(config: Any, shape: ModelShape) -> list[str]:
         found.append(f"sliding window of {window} tokens on {count} of {count + full} layers")
     if not shape.is_mla and shape.num_heads * shape.head_dim != shape.hidden_size:
         found.append(f"heads x head_dim = {shape.num_heads * shape.head_dim}, hidden size {shape.hidden_size}")
-    if getattr(config, "attention_bias", False):
+    if family.biased(config) if family else getattr(config, "attention_bias", False):
         found.append("attention bias")
+    if family and family.q_norm:
+        found.append("q/k-norm")
     if getattr(config, "mlp_bias", False):
         found.append("MLP bias")
     if getattr(config, "attn_logit_softcapping", None):

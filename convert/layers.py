@@ -297,7 +297,8 @@ class StreamedModel:
         def logits(hidden: Tensor) -> Tensor:
             rows = hidden.reshape(1, -1, hidden.shape[-1])
             recorders[-1].output = rows
-            found = self.model(inputs_embeds=rows[:, :1], use_cache=False).logits
+            nothing = rows.new_zeros(1, 1, self.model.get_input_embeddings().embedding_dim)
+            found = self.model(inputs_embeds=nothing, use_cache=False).logits
             return found.reshape(*hidden.shape[:-1], -1)
 
         with self._outside(recorders, self.model, unused=self.model.get_input_embeddings()):

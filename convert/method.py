@@ -54,7 +54,9 @@ class LayerCalibration:
     def add(self, window: int, x: Tensor, stream: Tensor, output: Tensor) -> None:
         """One window: attention's normed input, the residual stream and attention's output, all (T, D)."""
         seed = self.seed + window
-        self.moments.add(x, self.probe.sample(x, stream, self.queries, seed))
+        seen = self.probe.sample(x, stream, self.queries, seed)
+        self.probe.check(seen, output)
+        self.moments.add(x, seen)
         positions = query_positions(len(x), self.count, seed).to(x.device)
         self.samples.append(AttentionSample.take(self.weights, x, stream, output, positions))
 

@@ -1,7 +1,8 @@
 """The conversion itself: two passes over the source, one layer in memory at a time.
 
-Pass 1 looks only at rotations and chooses one frequency ladder for the whole model. Pass 2 measures each layer,
-factorizes it and writes it. Both run the *original* layers, so no layer is calibrated on another's error.
+Pass 1 looks only at rotations and chooses frequencies: one ladder for the whole model, or what the target can hold.
+Pass 2 measures each layer, factorizes it and writes it. Both run the *original* layers, so no layer is calibrated on
+another's error.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def convert_checkpoint(source: str, output: str, **options: Any) -> ConversionRe
     """Convert an MHA/GQA checkpoint to MLA.
 
     Args:
-        source: folder or Hub id of a Llama-type checkpoint.
+        source: folder or Hub id.
         output: folder to write.
         **options: any other field of `ConversionConfig`.
 
@@ -65,7 +66,8 @@ def convert_checkpoint(source: str, output: str, **options: Any) -> ConversionRe
 
     Raises:
         InputError: anything about the input that stands in the way; nothing has been written.
-        RuntimeError: the written checkpoint does not give the logits of the tensors it was written from.
+        RuntimeError: attention computes something else than its family's description says, or the written checkpoint
+            does not give the logits of the tensors it was written from; nothing is left looking finished.
 
     Example:
         >>> convert_checkpoint("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-mla", kv_rank=96, rope_dim=32)
@@ -101,7 +103,7 @@ def prepare(config: ConversionConfig) -> tuple[ConversionPlan, Any, Windows]:
         checkpoint = download(checkpoint, token=config.token)
         checkpoint.read_headers()
     plan = make_plan(config, checkpoint)
-    checkpoint.check_values()
+    checkpoint.check_values(plan.target.expected)
     return plan, tokenizer, windows
 
 
@@ -247,6 +249,7 @@ def score_ladders(
 
         def add(self, window: int, x: Tensor, stream: Tensor, output: Tensor) -> None:
             seen = self.probe.sample(x, stream, config.queries, config.seed + window)
+            self.probe.check(seen, output)
             self.rope.add(seen)
             self.power += seen.output_power
 

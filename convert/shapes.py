@@ -72,6 +72,8 @@ def model_shape(config: Any) -> ModelShape:
         InputError: the config has no attention heads to speak of.
     """
     text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        raise InputError(f"model type {config.model_type!r}: its layers differ in size (per_layer_config), unsupported")
     heads = getattr(text, "num_attention_heads", None)
     layers = getattr(text, "num_hidden_layers", None)
     if not heads or not layers or heads < 1 or layers < 1:
@@ -101,7 +103,8 @@ def model_shape(config: Any) -> ModelShape:
 
 def _windows(text: Any, layers: int) -> tuple[int | None, ...]:
     window = getattr(text, "sliding_window", None)
-    if not window or getattr(text, "use_sliding_window", True) is False:
+    whole = getattr(text, "max_position_embeddings", None) or window
+    if not window or getattr(text, "use_sliding_window", True) is False or window >= whole:
         return (None,) * layers
     kinds = getattr(text, "layer_types", None)
     if not kinds:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,19 +95,15 @@ class Checkpoint:
         """Where a shard lies."""
         return self.folder / file
 
-    def check_values(self) -> None:
-        """Read everything once, so that damage shows before anything is written.
+    def check_values(self, names: Collection[str]) -> None:
+        """Read tensors once, file by file, so that damage shows before anything is written.
 
         Raises:
-            InputError: a tensor holds infinite or undefined values.
+            InputError: one holds infinite or undefined values.
         """
-        for file in sorted({header.file for header in self.headers.values()}):
-            self._check_values(file)
-
-    def _check_values(self, file: str) -> None:
-        for name, header in self.headers.items():
-            if header.file == file and not torch.isfinite(self.tensor(name)).all():
-                raise InputError(f"tensor {name} in {file}: holds infinite or undefined values")
+        for name in sorted(names, key=lambda name: self.headers[name].file):  # a shard at a time
+            if not torch.isfinite(self.tensor(name)).all():
+                raise InputError(f"tensor {name} in {self.headers[name].file}: holds infinite or undefined values")
 
     def stamps(self) -> dict[str, list[int]]:
         """Size and modification time (ns) of every shard: whether the source is still the same."""
@@ -120,11 +116,12 @@ class Checkpoint:
         sizes: dict[str, int] = {}
         for header in self.headers.values():
             sizes[header.dtype] = sizes.get(header.dtype, 0) + torch.Size(header.shape).numel()
-        name = max(sizes, key=lambda key: sizes[key])
         known = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-        if name not in known:
-            raise InputError(f"{self.name}: weights are stored as {name}; expected F16, BF16 or F32 safetensors")
-        return known[name]
+        floats = [name for name in sizes if name in known]  # old checkpoints hold masks too
+        if not floats:
+            found = ", ".join(sorted(sizes))
+            raise InputError(f"{self.name}: weights are stored as {found}; expected F16, BF16 or F32 safetensors")
+        return known[max(floats, key=lambda name: sizes[name])]
 
 
 def _shards(folder: Path) -> dict[str, set[str] | None]:

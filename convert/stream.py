@@ -7,6 +7,7 @@ pass over the model fetches it again.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,10 +25,12 @@ class StreamedCheckpoint(Checkpoint):
     Attributes:
         token: Hub token.
         here: the shards on disk, least recently used first.
+        needed: tensors to be checked when their shard comes.
     """
 
     token: str | None = None
     here: list[str] = field(default_factory=list)
+    needed: Collection[str] = ()
     _shards: TemporaryDirectory | None = None
 
     def path(self, file: str) -> Path:
@@ -51,11 +54,12 @@ class StreamedCheckpoint(Checkpoint):
         assert self.revision is not None
         fetch(self.name, [file], self.revision, self.token, local_dir=folder)
         self.here.append(file)
-        self._check_values(file)
+        super().check_values([name for name in self.needed if self.headers[name].file == file])
         return folder / file
 
-    def check_values(self) -> None:
+    def check_values(self, names: Collection[str]) -> None:
         """Nothing yet: every shard is checked when it comes."""
+        self.needed = names
 
     def stamps(self) -> dict[str, list[int]]:
         """Nothing: the commit says which files these are."""

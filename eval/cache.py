@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -39,7 +40,7 @@ def cache_by_context(
     norm is left out: no cache depends on it, and a mixture of experts cannot route what has no content.
     """
     held: list[list[int]] = []
-    for config, dtype in zip((original, converted), dtypes, strict=True):
+    for config, dtype in zip(map(_at_one_length, (original, converted)), dtypes, strict=True):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION).eval()
         for layer in find_layers(model)[1]:
@@ -54,6 +55,19 @@ def cache_by_context(
             bytes_held.append(held_bytes(cache))
         held.append(bytes_held)
     return tuple(CachePoint(*point) for point in zip(contexts, *held, strict=True))
+
+
+def _at_one_length(config: PretrainedConfig) -> PretrainedConfig:
+    """The same model without frequencies that depend on positions, which have no content here (longrope)."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        text.rope_parameters = {"rope_type": "default", **kept}
+    if getattr(config, "first_context", None) is not None:
+        config.first_context = config.frequencies_beyond = None
+    return config
 
 
 def held_bytes(cache: Cache) -> int:

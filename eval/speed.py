@@ -52,9 +52,10 @@ def measure_speed(
     The models take turns, repeat by repeat, so that a machine that slows down slows both. Only one is in memory at a
     time: what runs out of memory does so on its own account.
 
-    Measured is what `from_pretrained` gives: transformers' sdpa attention and growing cache. Its MLA expands the cached
-    latents to all heads at every step, where an engine with MLA kernels absorbs the up-projections into queries and
-    outputs and reads the latents alone. The decode speed found here is not that of such an engine; the cache is.
+    Measured is what `from_pretrained` gives: transformers' sdpa attention and growing cache. Its DeepSeek class expands
+    the cached latents to all heads at every step, where an engine with MLA kernels (and latentfold's own class) absorbs
+    the up-projections into queries and outputs and reads the latents alone. The decode speed found here is not that of
+    such an engine; the cache is.
 
     Args:
         contexts, batches: tokens a sequence, and sequences.

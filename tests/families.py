@@ -83,6 +83,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo": {"model_type": "olmo"},
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {"model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo3, yarn on some layers": {
+        "model_type": "olmo3",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": YARN,
+        },
+    },
     "phi3": {"model_type": "phi3", "sliding_window": 8},
     "phi3, longrope": {"model_type": "phi3", "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
     "phi4 mini": {"model_type": "phi3", "rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}},
@@ -119,6 +128,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
     "gpt2": {"model_type": "gpt2", "num_key_value_heads": 4, "rope_parameters": None},
     "opt": {"model_type": "opt", "num_key_value_heads": 4, "word_embed_proj_dim": 32, "rope_parameters": None},
+    "opt, narrow embedding": {
+        "model_type": "opt",
+        "num_key_value_heads": 4,
+        "word_embed_proj_dim": 16,
+        "do_layer_norm_before": False,
+        "rope_parameters": None,
+    },
     "qwen3, biases, yarn": {"model_type": "qwen3", "attention_bias": True, "rope_parameters": YARN},
 }
 """What each model's configuration adds to `SIZES`."""

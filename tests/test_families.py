@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from latentfold.convert import InputError, convert_checkpoint, inspect_model
+from latentfold.convert import InputError, convert_checkpoint, enable_absorbed_decode, inspect_model
+from latentfold.convert.families import FAMILIES
 from latentfold.convert.plan import read_config
 from latentfold.convert.shapes import model_shape
 from latentfold.convert.source import open_checkpoint
@@ -166,6 +169,84 @@ def test_half_precision(dtype: torch.dtype, tmp_path: Path, options: dict[str, A
     assert (found.float() - expected).norm() <= (0.01 if dtype == torch.float16 else 0.1) * expected.norm()
 
 
+def test_copies_and_pickles(tmp_path: Path, options: dict[str, Any]) -> None:
+    source, out = save_family(tmp_path / "source", "qwen3"), tmp_path / "out"
+    convert_checkpoint(str(source), str(out), target="native", kv_rank=10, rope_dim=4, **options)
+    model, tokens = load(out), random_tokens(1)
+    torch.save(model, tmp_path / "model.pt")
+    with torch.no_grad():
+        expected = model(tokens).logits
+        for again in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+            assert type(again) is type(model) and torch.equal(again(tokens).logits, expected)
+            again.model.embed_tokens.weight.zero_()
+        assert torch.equal(model(tokens).logits, expected)
+
+
+def test_adapters_on_the_readers_count(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Wrapped as an adapter does it, `kv_b_proj` is more than its weight."""
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, base: torch.nn.Linear) -> None:
+            super().__init__()
+            self.base = base
+            self.weight = base.weight
+            self.extra = torch.nn.Parameter(torch.randn_like(base.weight))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + x @ self.extra.T
+
+    for name, target in (("qwen3", "native"), ("llama", "deepseek")):
+        source, out = save_family(tmp_path / name, name), tmp_path / f"{name}-out"
+        convert_checkpoint(str(source), str(out), target=target, kv_rank=10, rope_dim=4, **options)
+        model, tokens = load(out), random_tokens(1)
+        if target == "deepseek":
+            enable_absorbed_decode(model)
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj)
+        whole = model(tokens).logits
+        whole.sum().backward()
+        assert all(layer.self_attn.kv_b_proj.extra.grad.abs().max() > 0 for layer in model.model.layers)
+        decoded, _ = step_by_step(model, tokens, 6)
+        assert torch.allclose(decoded, whole, atol=3e-5 * whole.abs().max().item())
+
+
+def test_settings_of_the_source_reach_it(tmp_path: Path, options: dict[str, Any]) -> None:
+    source, out = save_family(tmp_path / "source", "qwen3"), tmp_path / "out"
+    convert_checkpoint(str(source), str(out), target="native", kv_rank=10, rope_dim=4, **options)
+    model = load(out)
+    assert model(random_tokens(1)).cache is not None
+    model.config.use_cache = False
+    assert model(random_tokens(1)).cache is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_misdescribed_family_is_noticed(
+    name: str, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than converted into another model."""
+    source = save_family(tmp_path / "source", name)
+    family = FAMILIES[MODELS[name]["model_type"]]
+    other = replace(family, scale=lambda config, shape: 1.01 * family.scale(config, shape))
+    monkeypatch.setattr("latentfold.convert.families.FAMILIES", {family.model_type: other})
+    with pytest.raises(RuntimeError, match=r"differs from the model's own .* not understood"):
+        convert_checkpoint(str(source), str(tmp_path / "out"), kv_rank=10, rope_dim=4, **options)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_masks_of_old_checkpoints_are_not_weights(tmp_path: Path, options: dict[str, Any]) -> None:
+    source = save_family(tmp_path / "source", "gpt_neox")
+    convert_checkpoint(str(source), str(tmp_path / "a"), kv_rank=10, rope_dim=4, **options)
+    tensors = load_file(source / "model.safetensors")
+    prefix = "gpt_neox.layers.0.attention."
+    old = {
+        prefix + "bias": torch.ones(1, 1, 512, 512, dtype=torch.uint8),
+        prefix + "masked_bias": torch.tensor(-torch.inf),
+    }
+    save_file(tensors | old, source / "model.safetensors", metadata={"format": "pt"})
+    convert_checkpoint(str(source), str(tmp_path / "b"), kv_rank=10, rope_dim=4, **options)
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+
+
 def test_loads_without_latentfold(tmp_path: Path, options: dict[str, Any]) -> None:
     """The folder holds its own code."""
     source, out = save_family(tmp_path / "source", "qwen3"), tmp_path / "out"
@@ -235,7 +316,7 @@ def test_names_without_the_decoders_prefix(tmp_path: Path, options: dict[str, An
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["gemma2", "smollm3", "qwen3_moe", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["gemma2", "smollm3", "qwen3_moe", "gpt2", "gpt_neox", "phi3, longrope"])
 def test_evaluates(name: str, tmp_path: Path, text_file: Path, options: dict[str, Any]) -> None:
     source, out = save_family(tmp_path / "source", name), tmp_path / "out"
     convert_checkpoint(str(source), str(out), target="native", **full_size(source), **options)

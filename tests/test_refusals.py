@@ -125,6 +125,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"attention_bias": True, "mlp_bias": True},
         r"attention bias.*--engine transformers.*; MLP bias",
     ),
+    "not causal": ({"is_causal": False}, r"bidirectional attention \(is_causal: false\)"),
     "no layers": ({"num_hidden_layers": 0}, r"model type 'llama': expected a decoder"),
     "sizes that are text": ({"hidden_size": "wide"}, r"hidden_size"),
     "no epsilon": ({"rms_norm_eps": 0.0}, r"rms_norm_eps"),

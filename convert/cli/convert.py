@@ -50,7 +50,12 @@ from latentfold.convert.cli.push import push
     show_default=True,
     help="What has to load the stock class: any engine, or transformers alone, where it holds q/k/v biases too.",
 )
-@click.option("--dtype", default="auto", show_default=True, help="Stored dtype: bfloat16, float32; auto: the source's.")
+@click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    help="Stored dtype: bfloat16, float32, for native also float16; auto: the source's.",
+)
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Largest file.")
 @click.option(
     "--dry-run", is_flag=True, help="Print the plan; write nothing. A Hub model's weights are not downloaded."

@@ -57,12 +57,14 @@ def judge(config: Any, shape: ModelShape, engine: str = "any") -> Verdict:
         return Verdict(None, (f"family {model_type!r}: {detail}; supported: {known}",))
     family = FAMILIES[model_type]
     reasons: list[str] = []
+    if getattr(config, "is_causal", True) is False:
+        reasons.append("bidirectional attention (is_causal: false)")
     if getattr(config, "quantization_config", None):
         reasons.append("quantized weights (quantization_config): convert the full-precision checkpoint instead")
     for kind, rope in _ropes(config).items():
         where = f" ({kind})" if kind else ""
         rope_type = rope.get("rope_type")
-        if rope_type not in STORED_ROPE:
+        if rope_type not in STORED_ROPE or (kind and rope_type == "longrope"):
             reasons.append(f"rope type {rope_type!r}{where}; supported: {', '.join(STORED_ROPE)}")
         theta, factor = rope.get("rope_theta"), rope.get("factor", 1.0)
         if rope_type in STORED_ROPE and not (_above(theta, 1) and _above(factor, 0)):

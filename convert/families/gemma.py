@@ -12,7 +12,11 @@ def _query_scale(config: Any, shape: ModelShape) -> float:
     return config.query_pre_attn_scalar**-0.5
 
 
-GEMMA = Family("gemma", why_not_portable="(1 + weight) norms, GELU and embedding scale")
+GEMMA = Family(
+    "gemma",
+    unsupported=("use_bidirectional_attention",),
+    why_not_portable="(1 + weight) norms, GELU and embedding scale",
+)
 GEMMA2 = Family(
     "gemma2",
     scale=_query_scale,

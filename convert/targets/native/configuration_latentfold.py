@@ -20,7 +20,7 @@ class LatentfoldConfig(PretrainedConfig):
         kv_lora_rank: size of the cached latent, r.
         frequencies: for each layer the inverse frequencies of its S rotating keys, any at all; 2S values are cached.
         first_context, frequencies_beyond: from that many tokens on they are the latter (longrope); None: they stay.
-        scaling: of the scores.
+        scaling: of the scores, for each layer.
         softcap: scores become softcap * tanh(score / softcap); None: they stay.
         qk_norm: keys and queries are normalized: the latent is a map of normed keys and values, not of the input.
         qkv_bias, o_bias: whether the projections made here have biases.
@@ -40,7 +40,7 @@ class LatentfoldConfig(PretrainedConfig):
     frequencies: list[list[float]] | None = None
     frequencies_beyond: list[list[float]] | None = None
     first_context: int | None = None
-    scaling: float = 1.0
+    scaling: list[float] | None = None
     softcap: float | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -50,6 +50,14 @@ class LatentfoldConfig(PretrainedConfig):
         if name.startswith("_") or not vars(self).get("_post_init_done"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.text_config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is the source's is set there too (`use_cache`, ..): its modules read their own configuration."""
+        super().__setattr__(name, value)
+        text = vars(self).get("text_config")
+        own = name.startswith("_") or name in type(self).__annotations__ or name in ("architectures", "auto_map")
+        if text is not None and vars(self).get("_post_init_done") and not own and hasattr(text, name):
+            setattr(text, name, value)
 
     @property
     def rope_dims(self) -> list[int]:

@@ -18,6 +18,7 @@ attention runs on the cache as it is (DeepSeek-V2, arXiv:2405.04434, section 2.1
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,8 +26,11 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils.versions import require_version
 
 from .configuration_latentfold import LatentfoldConfig  # noqa: TID251 - they lie side by side in a checkpoint
+
+require_version("transformers>=5.24", "Earlier releases hand attention its cache under another name: no cache at all.")
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -75,6 +79,11 @@ def absorbing_is_cheaper(
     expanded = key_size + value_size
     masked = tokens == 1 or attention_mask is not None
     return masked and tokens < seen and tokens * (2 * rank - expanded) < rank * expanded
+
+
+def absorbable(projection: nn.Module) -> bool:
+    """Whether a projection is its weight alone: not one with an adapter on it, or quantized."""
+    return type(projection) is nn.Linear
 
 
 def absorbed_attention(
@@ -173,11 +182,6 @@ class LatentAttention(nn.Module):
         latent, k_rope = self.kv_a_proj(x)[:, None].split([config.kv_lora_rank, self.rope_dim], dim=-1)
         return q_nope, q_rope, latent, k_rope
 
-    def readers(self) -> tuple[Tensor, Tensor]:
-        """B^K and B^V, (H, d, r) each."""
-        both = self.kv_b_proj.weight.view(self.config.num_heads, -1, self.config.kv_lora_rank)
-        return both.chunk(2, dim=1)  # type: ignore[return-value]
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -187,6 +191,7 @@ class LatentAttention(nn.Module):
         layer_past: Cache | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """(B, T, D) -> (B, T, D), and the attention weights where the attention function gives them."""
         config = self.config
         cache = cache if cache is not None else layer_past  # as GPT-NeoX calls it
         q_nope, q_rope, latent, k_rope = self.project(hidden_states)
@@ -197,23 +202,30 @@ class LatentAttention(nn.Module):
         if cache is not None:
             latent, k_rope = cache.update(latent, k_rope, self.layer_idx)
         attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention)
-        options: dict[str, Any] = {"scaling": config.scaling}
+        options: dict[str, Any] = {"scaling": config.scaling[self.layer_idx]}
         if config.softcap is not None:
             options["softcap"] = config.softcap
         if self.training:
             options["dropout"] = getattr(config.text_config, "attention_dropout", 0.0)
         tokens, seen = hidden_states.shape[1], latent.shape[2]
-        k_up, v_up = self.readers()
         size = config.head_dim
-        if absorbing_is_cheaper(tokens, seen, attention_mask, config.kv_lora_rank, size, size):
+        if absorbable(self.kv_b_proj) and absorbing_is_cheaper(
+            tokens, seen, attention_mask, config.kv_lora_rank, size, size
+        ):
+            both = self.kv_b_proj.weight.view(config.num_heads, 2 * size, config.kv_lora_rank)
+            k_up, v_up = both.chunk(2, dim=1)
             out, weights = absorbed_attention(
                 attend, self, q_nope, q_rope, latent, k_rope, k_up, v_up, attention_mask, **options
             )
         else:
-            keys, values = latent @ k_up.mT, latent @ v_up.mT
+            both = self.kv_b_proj(latent[:, 0]).unflatten(-1, (config.num_heads, 2 * size)).transpose(1, 2)
+            keys, values = both.chunk(2, dim=-1)
             key = torch.cat([keys, k_rope.expand(-1, config.num_heads, -1, -1)], dim=-1)
             query = torch.cat([q_nope, q_rope], dim=-1)
+            if config._attn_implementation == "sdpa":  # whose fused CPU kernel wants heads of one size
+                values = nn.functional.pad(values, (0, self.rope_dim))
             out, weights = attend(self, query, key, values, attention_mask, **options)
+            out = out[..., :size]
         return self.o_proj(out.flatten(2)), weights
 
 
@@ -223,15 +235,11 @@ class LatentfoldForCausalLM(PreTrainedModel):
     config_class = LatentfoldConfig
 
     def __new__(cls, config: LatentfoldConfig, *args: Any, **kwargs: Any) -> Any:
-        family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config.text_config)]
-        traits = {
-            "__module__": cls.__module__,
-            "__doc__": cls.__doc__,
-            "config_class": LatentfoldConfig,
-            "_supports_flash_attn": False,  # takes no values shorter than keys
-            "_supports_flex_attn": False,
-        }
-        return super().__new__(cls if issubclass(cls, family) else type(cls.__name__, (cls, family), traits))
+        return super().__new__(_of_family(cls, MODEL_FOR_CAUSAL_LM_MAPPING[type(config.text_config)]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are made from the configuration: the class itself has no name to be found by."""
+        return LatentfoldForCausalLM.__new__, (LatentfoldForCausalLM, self.config), self.__dict__
 
     def __init__(self, config: LatentfoldConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config.text_config, *args, **kwargs)
@@ -241,6 +249,19 @@ class LatentfoldForCausalLM(PreTrainedModel):
         layers = [module for module in self.modules() if hasattr(module, config.attention)]
         for index, layer in enumerate(layers):
             setattr(layer, config.attention, LatentAttention(config, index, getattr(layer, config.attention)))
+
+
+@cache
+def _of_family(cls: Any, family: Any) -> Any:
+    """A subclass of both; the same one for every model of a family."""
+    traits = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "config_class": LatentfoldConfig,
+        "_supports_flash_attn": False,  # takes no values shorter than keys
+        "_supports_flex_attn": False,
+    }
+    return cls if issubclass(cls, family) else type(cls.__name__, (cls, family), traits)
 
 
 # save_pretrained writes both files into the folder, for whoever loads it without this package

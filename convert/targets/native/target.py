@@ -212,7 +212,7 @@ class NativeTarget:
             "first_context": None
             if beyond is None
             else self.source.rope_parameters["original_max_position_embeddings"],
-            "scaling": self._scaling,
+            "scaling": [self._scaling(layer) for layer in range(self.shape.num_layers)],
             "softcap": self.family.softcap(self.source),
             "qk_norm": self._has_norm,
             "qkv_bias": not self._has_norm and any(biased),
@@ -220,11 +220,11 @@ class NativeTarget:
             "text_config": text | {"dtype": dtype},
         }
 
-    @property
-    def _scaling(self) -> float:
+    def _scaling(self, layer: int) -> float:
         """Of the scores; without q/k-norm the factor on cos and sin is part of the queries."""
-        _, factor = self._model.rotation(0)
-        return self.family.scale(self.source, self.shape) * (factor**2 if self._has_norm else 1.0)
+        _, factor = self._model.rotation(layer)
+        turned = self._has_norm and self.family.rotates(self.source, layer)
+        return self.family.scale(self.source, self.shape) * (factor**2 if turned else 1.0)
 
     def _meta(self, name: str) -> Tensor:
         return torch.empty(self.expected[self._model.stored[name][0]], device="meta")
