@@ -46,7 +46,7 @@ def enable_absorbed_decode(model: PreTrainedModel) -> None:
     if implementation not in _ATTEND:
         raise InputError(f"attn_implementation {implementation!r}: expected {' or '.join(_ATTEND)}")
     for layer in layers:
-        layer.expand_kv = MethodType(_expand_kv, layer)  # type: ignore[assignment, method-assign]
+        layer.expand_kv = MethodType(_expand_kv, layer)  # type: ignore[method-assign]
     model.set_attn_implementation(PREFIX + implementation)
 
 

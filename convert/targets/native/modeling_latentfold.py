@@ -133,6 +133,7 @@ class LatentAttention(nn.Module):
     def __init__(self, config: LatentfoldConfig, layer_idx: int, source: Any) -> None:
         super().__init__()
         self.config, self.layer_idx, self.is_causal = config, layer_idx, True
+        self.scaling = (config.scaling or [])[layer_idx]
         lists = (config.frequencies, config.frequencies_beyond)
         frequencies = [found[layer_idx] for found in lists if found is not None]
         hidden, heads, size = config.text_config.hidden_size, config.num_heads, config.head_dim
@@ -202,7 +203,7 @@ class LatentAttention(nn.Module):
         if cache is not None:
             latent, k_rope = cache.update(latent, k_rope, self.layer_idx)
         attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention)
-        options: dict[str, Any] = {"scaling": config.scaling[self.layer_idx]}
+        options: dict[str, Any] = {"scaling": self.scaling}
         if config.softcap is not None:
             options["softcap"] = config.softcap
         if self.training:
@@ -235,7 +236,8 @@ class LatentfoldForCausalLM(PreTrainedModel):
     config_class = LatentfoldConfig
 
     def __new__(cls, config: LatentfoldConfig, *args: Any, **kwargs: Any) -> Any:
-        return super().__new__(_of_family(cls, MODEL_FOR_CAUSAL_LM_MAPPING[type(config.text_config)]))
+        own: Any = cls
+        return super().__new__(_of_family(own, MODEL_FOR_CAUSAL_LM_MAPPING[type(config.text_config)]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are made from the configuration: the class itself has no name to be found by."""
