@@ -28,12 +28,10 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
 from latentfold.convert.factorize import LatentAttention
-from latentfold.convert.families.family import Family
 from latentfold.convert.layers import StreamedModel
 from latentfold.convert.rope import RopeStatistics
-from latentfold.convert.shapes import ModelShape
 from latentfold.convert.source import Checkpoint
-from latentfold.convert.targets.target import Copied, Unwritten
+from latentfold.convert.targets.target import Copied, OneConversion, Unwritten
 
 LATENT_EPS = 1e-6
 """Epsilon of the latent norms; the model's own norms must have the same one (docs/portable.md)."""
@@ -278,22 +276,11 @@ def target_config(
 
 
 @dataclass(frozen=True)
-class PortableTarget:
+class PortableTarget(OneConversion):
     """A `latentfold.convert.targets.target.Target`: models that outside attention are what Llama is."""
 
-    checkpoint: Checkpoint
-    source: Any
-    family: Family
-    shape: ModelShape
-    kv_rank: int
-    rope_dim: int
-    dtype: torch.dtype
     name: ClassVar[str] = "deepseek"
     code: ClassVar[tuple[Path, ...]] = ()
-
-    @cached_property
-    def _model(self) -> StreamedModel:
-        return StreamedModel(self.checkpoint, self.source, torch.float32, torch.device("cpu"))
 
     @property
     def _biased(self) -> bool:
@@ -306,14 +293,6 @@ class PortableTarget:
     @cached_property
     def residual(self) -> float:
         return residual_scale(self.source.rms_norm_eps, self.dtype)
-
-    @property
-    def expected(self) -> dict[str, tuple[int, ...]]:
-        return self._model.shapes
-
-    @property
-    def tied(self) -> frozenset[str]:
-        return frozenset(self._model.tied)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -343,7 +322,7 @@ class PortableTarget:
     def outer(self) -> dict[str, Copied]:
         names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
         embedding = names[0]
-        return {name: Copied(self._model.tied.get(name, name), to_residual=name == embedding) for name in names}
+        return {name: Copied(self.model.tied.get(name, name), to_residual=name == embedding) for name in names}
 
     def copied(self, layer: int) -> dict[str, Copied]:
         prefix = f"model.layers.{layer}."

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from latentfold.convert.factorize import LatentAttention
+from latentfold.convert.families.family import Family
+from latentfold.convert.layers import StreamedModel
 from latentfold.convert.rope import RopeStatistics
+from latentfold.convert.shapes import ModelShape
 from latentfold.convert.source import Checkpoint
 
 
@@ -90,6 +96,38 @@ class Target(Protocol):
 
     def rope_parameters(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
         """What the record says of the choice."""
+
+
+@dataclass(frozen=True)
+class OneConversion:
+    """What a target knows of the conversion it is for.
+
+    Attributes:
+        checkpoint, source, family, shape: the model, `source` its transformers config.
+        kv_rank, rope_dim: sizes of the result.
+        dtype: stored dtype.
+        model: the source as transformers builds it.
+    """
+
+    checkpoint: Checkpoint
+    source: Any
+    family: Family
+    shape: ModelShape
+    kv_rank: int
+    rope_dim: int
+    dtype: torch.dtype
+
+    @cached_property
+    def model(self) -> StreamedModel:
+        return StreamedModel(self.checkpoint, self.source, torch.float32, torch.device("cpu"))
+
+    @property
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        return self.model.shapes
+
+    @property
+    def tied(self) -> frozenset[str]:
+        return frozenset(self.model.tied)
 
 
 class Unwritten:

@@ -18,14 +18,12 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from latentfold.convert.factorize import LatentAttention
-from latentfold.convert.families.family import Family
 from latentfold.convert.families.reading import rows_of
 from latentfold.convert.layers import StreamedModel
 from latentfold.convert.rope import RopeStatistics, choose_pairs
-from latentfold.convert.shapes import ModelShape
 from latentfold.convert.source import Checkpoint
 from latentfold.convert.targets.native import LatentfoldConfig
-from latentfold.convert.targets.target import Copied, Unwritten
+from latentfold.convert.targets.target import Copied, OneConversion, Unwritten
 
 
 @dataclass(frozen=True)
@@ -55,32 +53,13 @@ class OwnFrequencies:
 
 
 @dataclass(frozen=True)
-class NativeTarget:
+class NativeTarget(OneConversion):
     """A `latentfold.convert.targets.target.Target`: any family, loaded by the class that ships with it."""
 
-    checkpoint: Checkpoint
-    source: Any
-    family: Family
-    shape: ModelShape
-    kv_rank: int
-    rope_dim: int
-    dtype: torch.dtype
     name = "native"
     residual = 1.0
     engine = "transformers"
     code = tuple(Path(__file__).with_name(name) for name in ("configuration_latentfold.py", "modeling_latentfold.py"))
-
-    @cached_property
-    def _model(self) -> StreamedModel:
-        return StreamedModel(self.checkpoint, self.source, torch.float32, torch.device("cpu"))
-
-    @cached_property
-    def expected(self) -> dict[str, tuple[int, ...]]:
-        return self._model.shapes
-
-    @cached_property
-    def tied(self) -> frozenset[str]:
-        return frozenset(self._model.tied)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -94,7 +73,7 @@ class NativeTarget:
         )
 
     def _rotation(self, layer: int) -> Tensor:
-        frequencies, _ = self._model.rotation(layer)
+        frequencies, _ = self.model.rotation(layer)
         return frequencies if self.family.rotates(self.source, layer) else frequencies[:0]
 
     @cached_property
@@ -132,18 +111,18 @@ class NativeTarget:
         return self._converted.shapes
 
     def _prefix(self, layer: int) -> str:
-        return f"{self._model.layers_name}.{layer}."
+        return f"{self.model.layers_name}.{layer}."
 
     def _copies(self, wanted: Callable[[str], bool]) -> dict[str, Copied]:
         return {
             name: Copied(source)
             for module, names in self._converted.stored.items()
             if wanted(module)
-            for name, source in zip(names, self._model.stored[module], strict=True)
+            for name, source in zip(names, self.model.stored[module], strict=True)
         }
 
     def outer(self) -> dict[str, Copied]:
-        return self._copies(lambda name: not name.startswith(self._model.layers_name + "."))
+        return self._copies(lambda name: not name.startswith(self.model.layers_name + "."))
 
     def copied(self, layer: int) -> dict[str, Copied]:
         prefix = self._prefix(layer)
@@ -188,7 +167,7 @@ class NativeTarget:
 
     def config(self, chosen: Mapping[str, OwnFrequencies]) -> dict[str, Any]:
         prefix = f"{self._prefix(0)}{self.family.attention}."
-        q, k, v = self.family.split(rows_of(self._meta, prefix, self.family, self._model.stored), self.shape)
+        q, k, v = self.family.split(rows_of(self._meta, prefix, self.family, self.model.stored), self.shape)
         biased = [rows.shape[1] > self.shape.hidden_size for rows in (q, k, v)]
         ladders = [chosen[kind] for kind in self.kinds]
         beyond = self._beyond
@@ -216,18 +195,18 @@ class NativeTarget:
             "softcap": self.family.softcap(self.source),
             "qk_norm": self._has_norm,
             "qkv_bias": not self._has_norm and any(biased),
-            "o_bias": f"{prefix}{self.family.output}.bias" in self._model.stored or (biased[2] and not self._has_norm),
+            "o_bias": f"{prefix}{self.family.output}.bias" in self.model.stored or (biased[2] and not self._has_norm),
             "text_config": text | {"dtype": dtype},
         }
 
     def _scaling(self, layer: int) -> float:
         """Of the scores; without q/k-norm the factor on cos and sin is part of the queries."""
-        _, factor = self._model.rotation(layer)
+        _, factor = self.model.rotation(layer)
         turned = self._has_norm and self.family.rotates(self.source, layer)
         return self.family.scale(self.source, self.shape) * (factor**2 if turned else 1.0)
 
     def _meta(self, name: str) -> Tensor:
-        return torch.empty(self.expected[self._model.stored[name][0]], device="meta")
+        return torch.empty(self.expected[self.model.stored[name][0]], device="meta")
 
     def rope_parameters(self, chosen: Mapping[str, OwnFrequencies]) -> dict[str, Any]:
         return {"rope_type": "frequencies of the source, chosen for each layer"}
