@@ -318,7 +318,7 @@ def head_outputs(layer: LatentAttention, frequencies: Tensor, x: Tensor, positio
         (M, H, d).
     """
     dtype, rotating = x.dtype, torch.promote_types(x.dtype, torch.complex64)
-    source = layer.source.to(dtype)
+    source = layer.source.to(dtype) if layer.source.has_norm else layer.source  # else its weights are not read
     inputs = source.latent_inputs(x)  # (T, Z)
     latent = inputs @ layer.latent.to(dtype).T  # (T, r)
     tokens = torch.arange(len(x), device=x.device)
@@ -335,12 +335,12 @@ def head_outputs(layer: LatentAttention, frequencies: Tensor, x: Tensor, positio
     query = torch.cat([q_nope, q_rope.real, q_rope.imag], dim=-1)
     key = torch.cat([k_nope, k_rope], dim=-1)
     size = values.shape[-1]
-    partial = positions is not None or source.window is not None
-    visible = source.visible(tokens[where], tokens) if partial else None
+    causal = positions is None and source.window is None and source.softcap is None
+    visible = None if causal else source.visible(tokens[where], tokens)
     if source.softcap is not None:
-        seen = source.visible(tokens[where], tokens)
+        assert visible is not None
         heads = [
-            source.capped(layer.scale * q @ k.T).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+            source.capped(layer.scale * q @ k.T).masked_fill(~visible, -torch.inf).softmax(-1) @ v
             for q, k, v in zip(query, key, values, strict=True)
         ]
         return torch.stack(heads, dim=1)
@@ -351,7 +351,7 @@ def head_outputs(layer: LatentAttention, frequencies: Tensor, x: Tensor, positio
         key[None],
         padded[None],
         attn_mask=visible,
-        is_causal=visible is None,
+        is_causal=causal,
         scale=layer.scale,
     )
     return out[0, :, :, :size].transpose(0, 1)

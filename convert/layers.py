@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
     rename_source_key,
@@ -158,6 +159,9 @@ class StreamedModel:
         holder, _, self._attribute = self.layers_name.rpartition(".")
         self.decoder: Any = self.model.get_submodule(holder)
         conversions = get_model_conversion_mapping(self.model, add_legacy=False)
+        reverted = [c for c in conversions if not isinstance(c, PrefixChange)]
+        # as from_pretrained leaves it: without it every call of revert_weight_conversion looks through the whole model
+        self.model._weight_conversions = reverted or None
         self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         self._converters = [c for c in conversions if isinstance(c, WeightConverter)]
         self._prefix = self._missing_prefix()
@@ -165,7 +169,7 @@ class StreamedModel:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, tensor in self.model.state_dict().items():
             if name not in self.tied:
-                found = revert_weight_conversion(self.model, {name: tensor}) if conversions else {name: tensor}
+                found = revert_weight_conversion(self.model, {name: tensor}) if reverted else {name: tensor}
                 parts = {part.removeprefix(self._prefix): tuple(t.shape) for part, t in found.items()}
                 self.stored[name] = list(parts)
                 self.shapes |= parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from latentfold.convert.errors import InputError
 from latentfold.convert.families import Verdict, judge
 from latentfold.convert.families.family import Family
 from latentfold.convert.inspection import divisible, propose_sizes, splits
-from latentfold.convert.shapes import ModelShape, model_shape
+from latentfold.convert.shapes import ModelShape, first_context, model_shape
 from latentfold.convert.source import Checkpoint
 from latentfold.convert.targets.deepseek import PortableTarget
 from latentfold.convert.targets.native.target import NativeTarget
@@ -64,7 +64,7 @@ class ConversionPlan:
     rope_dim: int
     seq_len: int
     dtype: torch.dtype
-    target: Target
+    target: PortableTarget | NativeTarget
     tensors: dict[str, TensorPlan]
     shards: StateDictSplit
     notices: tuple[str, ...]
@@ -81,24 +81,7 @@ class ConversionPlan:
 
     def target_of(self, kv_rank: int, rope_dim: int) -> Target:
         """The same format at another size."""
-        return make_target(
-            self.target.name, self.checkpoint, self.config, self.family, self.shape, kv_rank, rope_dim, self.dtype
-        )
-
-
-def make_target(
-    name: str,
-    checkpoint: Checkpoint,
-    config: Any,
-    family: Family,
-    shape: ModelShape,
-    kv_rank: int,
-    rope_dim: int,
-    dtype: torch.dtype,
-) -> Target:
-    """The format called `name` (deepseek or native) for one model and size."""
-    kind = PortableTarget if name == PortableTarget.name else NativeTarget
-    return kind(checkpoint, config, family, shape, kv_rank, rope_dim, dtype)
+        return replace(self.target, kv_rank=kv_rank, rope_dim=rope_dim)
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
@@ -282,7 +265,8 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
         other = torch.bfloat16 if dtype == torch.float16 else torch.float32
         notices.append(f"source is stored as {_short(dtype)}: writing {_short(other)} (the target cannot hold it)")
         dtype = other
-    target = make_target(target_name, checkpoint, model, family, shape, kv_rank, rope_dim, dtype)
+    kind = PortableTarget if target_name == PortableTarget.name else NativeTarget
+    target = kind(checkpoint, model, family, shape, kv_rank, rope_dim, dtype)
     rope_dim = max(target.rope_dims)
     if checkpoint.headers:
         check_tensors(checkpoint, family, target)
@@ -310,10 +294,7 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
 
 def _rotating_alike(model: Any) -> int:
     """Positions that one list of frequencies covers: calibration must not see two."""
-    rope = getattr(model, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return min(model.max_position_embeddings, rope["original_max_position_embeddings"])
-    return model.max_position_embeddings
+    return min(model.max_position_embeddings, first_context(model) or model.max_position_embeddings)
 
 
 def _short(dtype: torch.dtype) -> str:

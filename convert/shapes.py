@@ -101,6 +101,12 @@ def model_shape(config: Any) -> ModelShape:
     )
 
 
+def first_context(config: Any) -> int | None:
+    """Tokens from which on a model's keys rotate with other frequencies (longrope), or None where they never do."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
+
+
 def _windows(text: Any, layers: int) -> tuple[int | None, ...]:
     window = getattr(text, "sliding_window", None)
     whole = getattr(text, "max_position_embeddings", None) or window

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PretrainedConfig
 
 from latentfold.convert.layers import ATTENTION, StreamedModel, attention_of, find_layers
-from latentfold.convert.shapes import ModelShape
+from latentfold.convert.shapes import ModelShape, first_context
 from latentfold.eval.records import CachePoint, CacheSize
 
 MEASURED_TOKENS = 32
@@ -61,9 +61,8 @@ def _at_one_length(config: PretrainedConfig) -> PretrainedConfig:
     """The same model without frequencies that depend on positions, which have no content here (longrope)."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    if first_context(config) is not None:
+        kept = {k: v for k, v in text.rope_parameters.items() if k in ("rope_theta", "partial_rotary_factor")}
         text.rope_parameters = {"rope_type": "default", **kept}
     if getattr(config, "first_context", None) is not None:
         config.first_context = config.frequencies_beyond = None

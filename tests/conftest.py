@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +49,27 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rope_parameters": DEFAULT_ROPE,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+"""A model of a few thousand weights."""
+
+
 def tiny_config(**changes: Any) -> LlamaConfig:
     """A Llama of a few thousand weights."""
-    options: dict[str, Any] = {
-        "vocab_size": 259,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": dict(DEFAULT_ROPE),
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-    }
-    return LlamaConfig(**(options | changes))
+    return LlamaConfig(**(deepcopy(SIZES) | {"rms_norm_eps": 1e-5} | changes))
 
 
 def save_tiny(

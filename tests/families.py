@@ -9,23 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.conftest import DEFAULT_ROPE, LLAMA3_ROPE, tiny_tokenizer
+from tests.conftest import DEFAULT_ROPE, LLAMA3_ROPE, SIZES, tiny_tokenizer
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "rope_parameters": DEFAULT_ROPE,
-}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

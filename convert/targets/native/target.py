@@ -21,6 +21,7 @@ from latentfold.convert.factorize import LatentAttention
 from latentfold.convert.families.reading import rows_of
 from latentfold.convert.layers import StreamedModel
 from latentfold.convert.rope import RopeStatistics, choose_pairs
+from latentfold.convert.shapes import first_context
 from latentfold.convert.source import Checkpoint
 from latentfold.convert.targets.native import LatentfoldConfig
 from latentfold.convert.targets.target import Copied, OneConversion, Unwritten
@@ -79,11 +80,9 @@ class NativeTarget(OneConversion):
     @cached_property
     def _beyond(self) -> Tensor | None:
         """(n,) what the frequencies become beyond the first training's context, where they do (longrope)."""
-        rope = getattr(self.source, "rope_parameters", None) or {}
-        if rope.get("rope_type") != "longrope":
+        if (first := first_context(self.source)) is None:
             return None
-        length = rope["original_max_position_embeddings"] + 1
-        found, _ = ROPE_INIT_FUNCTIONS["longrope"](self.source, torch.device("cpu"), seq_len=length)
+        found, _ = ROPE_INIT_FUNCTIONS["longrope"](self.source, torch.device("cpu"), seq_len=first + 1)
         return found.to(torch.float64)
 
     def _literal(self, layer: int) -> OwnFrequencies:
@@ -188,9 +187,7 @@ class NativeTarget(OneConversion):
             "kv_lora_rank": self.kv_rank,
             "frequencies": [ladder.frequencies.tolist() for ladder in ladders],
             "frequencies_beyond": None if beyond is None else [beyond[ladder.data].tolist() for ladder in ladders],
-            "first_context": None
-            if beyond is None
-            else self.source.rope_parameters["original_max_position_embeddings"],
+            "first_context": first_context(self.source),
             "scaling": [self._scaling(layer) for layer in range(self.shape.num_layers)],
             "softcap": self.family.softcap(self.source),
             "qk_norm": self._has_norm,
