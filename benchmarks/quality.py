@@ -28,23 +28,27 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.variants import BASELINES, VARIANTS, Variant
+from latentfold.convert.attention.latent import LatentAttention, head_outputs
+from latentfold.convert.calibrate.layer import LayerCalibration
 from latentfold.convert.cli.options import FilesCommand, check_writable, quiet_libraries, user_errors
 from latentfold.convert.config import ConversionConfig
-from latentfold.convert.corpus import Document, Windows, make_windows
 from latentfold.convert.errors import InputError
-from latentfold.convert.factorize import LatentAttention, head_outputs
-from latentfold.convert.layers import StreamedModel, attention_inputs
-from latentfold.convert.method import LayerCalibration
-from latentfold.convert.pipeline import prepare, score_ladders
-from latentfold.convert.plan import ConversionPlan
-from latentfold.convert.source import open_checkpoint, public_name
-from latentfold.convert.sweep import layer_attention
-from latentfold.convert.targets.deepseek import KIND, PortableTarget
-from latentfold.eval.comparison import NOVEL_FRONT_MATTER, bundled_novel
-from latentfold.eval.models import max_positions
-from latentfold.eval.predictions import agreement, nll, position_buckets, score_tokens
+from latentfold.convert.families.reading import layer_attention
+from latentfold.convert.files import public_name
+from latentfold.convert.model.heads import attention_inputs
+from latentfold.convert.model.streamed import StreamedModel
+from latentfold.convert.pipeline.ladders import score_ladders
+from latentfold.convert.pipeline.prepare import prepare
+from latentfold.convert.plan.plan import ConversionPlan
+from latentfold.convert.source.config import max_positions
+from latentfold.convert.source.opening import open_checkpoint
+from latentfold.convert.targets.deepseek.target import KIND, PortableTarget
+from latentfold.convert.text.datasets import open_texts
+from latentfold.convert.text.documents import Document
+from latentfold.convert.text.windows import Windows, make_windows
+from latentfold.eval.inputs import NOVEL_FRONT_MATTER, bundled_novel
 from latentfold.eval.provenance import provenance
-from latentfold.eval.texts import open_texts
+from latentfold.eval.quality.predictions import agreement, nll, position_buckets, score_tokens
 
 BLOCK = 512
 """Tokens of a block of the manual: even ones may calibrate (--manual), odd ones are evaluated on then."""
@@ -110,7 +114,7 @@ def sweep(
         row.streams = list(streams[1])
     for index in tqdm(range(model.num_layers), desc="layers", unit="layer"):
         observer = LayerCalibration(
-            *layer_attention(model, plan, index),
+            *layer_attention(model, plan.family, plan.shape, index),
             calibration.shape,
             queries=config.queries,
             seed=config.seed,

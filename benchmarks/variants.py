@@ -15,10 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from latentfold.convert.factorize import LatentAttention, LatentStatistics, factorize
-from latentfold.convert.method import CalibratedLayer, convert_layer
-from latentfold.convert.refit import refit_output
-from latentfold.convert.rope import SlotFit, complex_pair_moment, fit_slots, to_complex_pairs
+from latentfold.convert.attention.latent import LatentAttention
+from latentfold.convert.attention.pairs import complex_pair_moment, to_complex_pairs
+from latentfold.convert.calibrate.layer import CalibratedLayer
+from latentfold.convert.calibrate.statistics import LatentStatistics
+from latentfold.convert.factorize.latent import factorize
+from latentfold.convert.factorize.layer import convert_layer
+from latentfold.convert.factorize.output import refit_output
+from latentfold.convert.factorize.rope import SlotFit, fit_slots
 
 Convert = Callable[[CalibratedLayer, Tensor, int], tuple[LatentAttention, Tensor]]
 """(layer, slots (S,), kv_rank) -> the layer and the frequencies (S',) of its own slots."""

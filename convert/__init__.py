@@ -8,9 +8,9 @@ from wrapt import when_imported
 from latentfold.convert.errors import InputError
 
 if TYPE_CHECKING:
-    from latentfold.convert.absorb import enable_absorbed_decode
-    from latentfold.convert.inspection import Inspection, inspect_model
-    from latentfold.convert.pipeline import ConversionResult, convert_checkpoint
+    from latentfold.convert.pipeline.run import ConversionResult, convert_checkpoint
+    from latentfold.convert.plan.inspection import Inspection, inspect_model
+    from latentfold.convert.targets.deepseek.absorb import enable_absorbed_decode
     from latentfold.convert.targets.native import LatentfoldForCausalLM
 
 __all__ = [
@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ConversionResult": "pipeline",
-    "convert_checkpoint": "pipeline",
-    "Inspection": "inspection",
-    "inspect_model": "inspection",
-    "enable_absorbed_decode": "absorb",
+    "ConversionResult": "pipeline.run",
+    "convert_checkpoint": "pipeline.run",
+    "Inspection": "plan.inspection",
+    "inspect_model": "plan.inspection",
+    "enable_absorbed_decode": "targets.deepseek.absorb",
     "LatentfoldForCausalLM": "targets.native",
 }
 

@@ -8,11 +8,16 @@ from pathlib import Path
 import torch
 
 from latentfold.convert.errors import InputError
+from latentfold.convert.model.devices import resolve_device
 
 DEFAULT_WINDOW = 4096
+
 PORTABLE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
 OUTPUT_DTYPES = PORTABLE_DTYPES | {"float16": torch.float16}
+
 TARGETS = ("auto", "deepseek", "native")
+
 ENGINES = ("any", "transformers")
 
 
@@ -125,20 +130,3 @@ class ConversionConfig:
         """Where the checkpoint goes."""
         assert self.output is not None
         return Path(self.output)
-
-
-def resolve_device(name: str) -> torch.device:
-    """A torch device by name; "auto" is the first GPU, or the CPU.
-
-    Raises:
-        InputError: no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0][:150]
-        raise InputError(f"--device {name}: not available here ({reason})") from error
-    return device

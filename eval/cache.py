@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PretrainedConfig
 
-from latentfold.convert.layers import ATTENTION, StreamedModel, attention_of, find_layers
-from latentfold.convert.shapes import ModelShape, first_context
+from latentfold.convert.model.heads import ATTENTION, attention_of
+from latentfold.convert.model.shape import ModelShape, first_context
+from latentfold.convert.model.streamed import StreamedModel, find_layers
 from latentfold.eval.records import CachePoint, CacheSize
 
 MEASURED_TOKENS = 32

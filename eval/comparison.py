@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
-from latentfold.convert.checkpoint import replace_text
-from latentfold.convert.config import DEFAULT_WINDOW, resolve_device
-from latentfold.convert.corpus import Document, Windows, leading_tokens, make_windows, tokenize
+from latentfold.convert.config import DEFAULT_WINDOW
 from latentfold.convert.errors import InputError
-from latentfold.convert.layers import StreamedModel, attention_inputs, attention_of, watched_heads
-from latentfold.convert.pipeline import load_tokenizer
-from latentfold.convert.plan import read_config
-from latentfold.convert.recipe import RECIPE, fingerprint_now, read_recipe
-from latentfold.convert.shapes import model_shape
-from latentfold.convert.source import Checkpoint, download, open_checkpoint, public_name
-from latentfold.convert.stream import stream as streamed
-from latentfold.eval.attention import AttentionErrors
+from latentfold.convert.files import public_name, replace_text
+from latentfold.convert.model.devices import resolve_device
+from latentfold.convert.model.shape import model_shape
+from latentfold.convert.model.streamed import StreamedModel
+from latentfold.convert.source.config import max_positions, read_config
+from latentfold.convert.source.hub import download
+from latentfold.convert.source.opening import open_checkpoint
+from latentfold.convert.text.datasets import open_texts
+from latentfold.convert.text.windows import Windows
+from latentfold.convert.write.recipe import RECIPE, fingerprint_now
 from latentfold.eval.cache import cache_by_context, cache_size
-from latentfold.eval.continuations import PROMPTS, check_prompts
-from latentfold.eval.continuations import continuations as continue_prompts
-from latentfold.eval.models import max_positions
-from latentfold.eval.predictions import (
+from latentfold.eval.inputs import NOVEL_FRONT_MATTER, _check_original, _recipe, _windows, _with_weights, bundled_novel
+from latentfold.eval.options import DTYPES, _check_options
+from latentfold.eval.provenance import provenance
+from latentfold.eval.quality.continuations import PROMPTS, check_prompts
+from latentfold.eval.quality.continuations import continuations as continue_prompts
+from latentfold.eval.quality.predictions import (
     TokenScores,
     agreement,
     curve,
@@ -40,23 +36,13 @@ from latentfold.eval.predictions import (
     macro_nll,
     nll,
     position_buckets,
-    score_tokens,
 )
-from latentfold.eval.provenance import provenance
-from latentfold.eval.records import EVALUATION, Evaluation, LayerError, TextResult
+from latentfold.eval.quality.sweep import _sweep
+from latentfold.eval.quality.tasks import check_tasks, run_tasks
+from latentfold.eval.records import EVALUATION, Evaluation, TextResult
 from latentfold.eval.speed import REPEATS, measure_speed
-from latentfold.eval.tasks import check_tasks, run_tasks
-from latentfold.eval.texts import open_texts
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHORTEST_CONTEXT = 512
-EMBEDDINGS_COMPARED = 4096
-"""Rows of the embedding that tell a conversion's original from another model."""
-EMBEDDING_TOLERANCE = 0.02
-"""Relative; rounding to bfloat16 makes 0.002."""
-NOVEL = "Persuasion (1817), bundled"
-NOVEL_FRONT_MATTER = 1000
-"""Tokens of the bundled novel that are passed over: title, contents, first page."""
 
 
 def evaluate(
@@ -220,62 +206,6 @@ def evaluate(
     )
 
 
-def _check_options(
-    *,
-    dtype: str,
-    seq_len: int | None,
-    windows: int,
-    skip: int | None,
-    seed: int,
-    continuations: bool,
-    prompts: Sequence[str],
-    speed: bool,
-    contexts: Sequence[int],
-    batches: Sequence[int],
-    tasks: Sequence[str],
-    include_path: str | None,
-    limit: int | None,
-    batch_size: int,
-    stream: bool,
-) -> None:
-    """Refuse options that mean nothing, alone or together.
-
-    Raises:
-        InputError: naming the option, what was expected and what was found.
-    """
-    if dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype}: expected {', '.join(DTYPES)}")
-    if (seq_len is not None and seq_len < 16) or windows < 1 or (skip or 0) < 0:
-        raise InputError(
-            f"--seq-len {seq_len}, --windows {windows}, --skip {skip}: expected at least 16 tokens, 1 window, 0 skipped"
-        )
-    counts = {
-        "--contexts": contexts,
-        "--batches": batches,
-        "--batch-size": [batch_size],
-        "--limit": [] if limit is None else [limit],
-    }
-    for option, given in counts.items():
-        for count in given:
-            if not 1 <= count < 2**31:
-                raise InputError(f"{option} {count}: expected {'at least 1' if count < 1 else 'less than 2^31'}")
-    if not 0 <= seed < 2**32:
-        raise InputError(f"--seed {seed}: expected 0 to 2^32 - 1")
-    idle = {
-        "--prompt is for --continuations": prompts and not continuations,
-        "--contexts is for --speed": contexts and not speed,
-        "--batches is for --speed": tuple(batches) != (1,) and not speed,
-        "--include-path is for --tasks": include_path and not tasks,
-        "--limit is for --tasks": limit is not None and not tasks,
-        "--batch-size is for --tasks": batch_size != 1 and not tasks,
-    }
-    for message, ignored in idle.items():
-        if ignored:
-            raise InputError(message)
-    if stream and (continuations or speed or tasks):
-        raise InputError("--stream: continuations, speed and tasks need the whole original; leave it out")
-
-
 def doubling(first: int, last: int) -> list[int]:
     """first, 2 first, 4 first, ... and `last`."""
     lengths = [min(first, last)]
@@ -306,135 +236,3 @@ def save(evaluation: Evaluation, folder: Path) -> Path | None:
     path = folder / EVALUATION
     replace_text(path, json.dumps(evaluation.to_dict(), indent=2) + "\n")
     return path
-
-
-def bundled_novel() -> Document:
-    """The evaluation text that ships with the package."""
-    path = resources.files("latentfold.eval") / "data" / "persuasion.txt"
-    return Document(NOVEL, path.read_text(encoding="utf-8"))
-
-
-def _with_weights(checkpoint: Checkpoint, token: str | None, stream: bool = False) -> Checkpoint:
-    if stream:
-        return streamed(checkpoint, token)
-    checkpoint = download(checkpoint, token=token)
-    checkpoint.read_headers()
-    return checkpoint
-
-
-def _windows(
-    a: Checkpoint, b: Checkpoint, documents: Sequence[Document], length: int, count: int, skip: int
-) -> list[Windows]:
-    """Up to `count` windows of each document."""
-    sizes = [model_shape(read_config(checkpoint)).vocab_size for checkpoint in (a, b)]
-    if sizes[0] != sizes[1]:
-        raise InputError(f"{a.name} has {sizes[0]} tokens, {b.name} {sizes[1]}; expected models with one vocabulary")
-    tokenizer, other = load_tokenizer(a), load_tokenizer(b)
-    samples = "".join(document.text[:2000] for document in documents)
-    if leading_tokens(tokenizer) != leading_tokens(other) or not torch.equal(
-        tokenize(tokenizer, samples), tokenize(other, samples)
-    ):
-        raise InputError(f"{a.name} and {b.name} tokenize the text differently; expected models with one tokenizer")
-    return [
-        make_windows(
-            [document],
-            tokenizer,
-            length=length,
-            count=count,
-            purpose=f"{document.name}: evaluation",
-            vocab_size=sizes[0],
-            skip=skip,
-        )
-        for document in documents
-    ]
-
-
-def _recipe(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """What the conversion recorded, or None for a checkpoint without a record.
-
-    Raises:
-        InputError: there is a record, but not of this model.
-    """
-    path = checkpoint.folder / RECIPE
-    if not path.is_file():
-        return None
-    recipe = read_recipe(checkpoint.folder)
-    scale, layers = recipe.get("residual_scale"), recipe.get("layers")
-    errors = [layer.get("output") if isinstance(layer, dict) else None for layer in layers or ()]
-    complete = all(isinstance(number, (int, float)) for number in [scale, *errors])
-    if not complete or len(errors) != model_shape(read_config(checkpoint)).num_layers:
-        raise InputError(f"{path}: not the record of this conversion; convert again")
-    return recipe
-
-
-def _check_original(a: str, b: str, models: Sequence[StreamedModel], recipe: dict[str, Any]) -> None:
-    """Refuse a model that `b` was not converted from: a card would call the difference the conversion's cost.
-
-    A conversion leaves the embedding as it is, but for the residual scale and rounding.
-
-    Raises:
-        InputError: the embeddings differ.
-    """
-    expected, found = (model.tensor(model.embedding)[:EMBEDDINGS_COMPARED].double() for model in models)
-    expected *= recipe["residual_scale"]
-    if expected.shape != found.shape or not (found - expected).norm() <= EMBEDDING_TOLERANCE * expected.norm():
-        raise InputError(
-            f"{a}: not the model that {b} was made from (their embeddings differ); "
-            f"expected {recipe['source'].get('name')}"
-        )
-
-
-def _layer(model: StreamedModel, index: int) -> AbstractContextManager[Any]:
-    """A layer with its weights, or None past the last."""
-    return model.layer(index) if index < model.num_layers else nullcontext()
-
-
-@torch.no_grad()
-def _sweep(
-    a: StreamedModel, b: StreamedModel, tokens: Tensor, recipe: dict[str, Any] | None, progress: bool
-) -> tuple[TokenScores, tuple[LayerError, ...] | None]:
-    """Both models, layer by layer over all windows; then all predictions, a few logits at a time.
-
-    Raises:
-        InputError: a model gives infinite or undefined values.
-    """
-    streams = []
-    kwargs = []
-    for model in (a, b):
-        began = [model.begin(row[None]) for row in tokens]
-        streams.append([hidden for hidden, _ in began])
-        kwargs.append(began[0][1])
-    # attention outputs are comparable where both have the same layers and the residual scale is known
-    scale = recipe["residual_scale"] if recipe and a.num_layers == b.num_layers else None
-    layers: list[LayerError] = []
-    with tqdm(
-        total=(a.num_layers + b.num_layers) * tokens.numel(),
-        desc="evaluating",
-        unit="tok",
-        unit_scale=True,
-        disable=not progress,
-    ) as bar:
-        for index in range(max(a.num_layers, b.num_layers)):
-            errors = AttentionErrors(scale) if scale is not None else None
-            with _layer(a, index) as one, _layer(b, index) as other:
-                for k in range(len(tokens)):
-                    if one is not None and errors is None:
-                        streams[0][k] = one(streams[0][k], **kwargs[0][index])
-                    elif one is not None and errors is not None:
-                        with watched_heads(attention_of(one)) as heads:
-                            streams[0][k], x, output = attention_inputs(one, streams[0][k], kwargs[0][index])
-                        errors.add(attention_of(other), x, kwargs[1][index], heads[0], output)
-                    if other is not None:
-                        streams[1][k] = other(streams[1][k], **kwargs[1][index])
-                    for name, stream in (("original", streams[0]), ("converted model", streams[1])):
-                        if not stream[k].isfinite().all():
-                            raise InputError(
-                                f"layer {index} of the {name} gives infinite or undefined values in {a.dtype}; "
-                                "expected finite ones: try --dtype float32"
-                            )
-                    bar.update(tokens.shape[1] * ((one is not None) + (other is not None)))
-            if errors is not None and recipe is not None:
-                layers.append(errors.result(index, math.sqrt(recipe["layers"][index]["output"])))
-    with a.head() as original_head, b.head() as converted_head:
-        scores = score_tokens(tokens, streams[0], streams[1], original_head, converted_head)
-    return scores, tuple(layers) if layers else None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from latentfold.convert.errors import InputError
-from latentfold.convert.source import read_json
+from latentfold.convert.files import read_json
 
 EVALUATION = "evaluation.json"
 """The file beside a converted checkpoint that `latentfold eval` leaves its result in."""

@@ -13,9 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from latentfold.convert.errors import InputError
-from latentfold.convert.source import Checkpoint
+from latentfold.convert.model.whole import is_out_of_memory, loaded
+from latentfold.convert.source.checkpoint import Checkpoint
+from latentfold.convert.source.config import max_positions
 from latentfold.eval.cache import held_bytes
-from latentfold.eval.models import is_out_of_memory, loaded, max_positions
 from latentfold.eval.records import SpeedPoint
 
 REPEATS = 3

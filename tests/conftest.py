@@ -33,6 +33,9 @@ LLAMA3_ROPE = {
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+TINY_SIZES = ["--kv-rank", "8", "--rope-dim", "4", "--calibration-tokens", "512", "--seq-len", "64", "--quiet"]
+"""Options of `latentfold convert` that suit tiny models."""
+
 MakeModel = Callable[..., Path]
 
 

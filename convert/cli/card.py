@@ -24,7 +24,7 @@ def card(out: str, stdout: bool) -> None:
     latentfold card smollm2-mla --stdout | less
     """
     quiet_libraries()
-    from latentfold.eval.report.card import CARD, read_card, write_card
+    from latentfold.convert.publish.card import CARD, read_card, write_card
 
     folder = Path(out)
     if stdout:

@@ -94,11 +94,12 @@ def convert(
     latentfold convert meta-llama/Llama-3.1-8B out --stream --push me/Llama-3.1-8B-MLA
     """
     quiet_libraries()
+    from latentfold.convert.cli.tables import conversion_summary, plan_table
     from latentfold.convert.config import ConversionConfig
-    from latentfold.convert.hub import check_target
-    from latentfold.convert.pipeline import dry_run as plan_only
-    from latentfold.convert.pipeline import prepare, run
-    from latentfold.convert.tables import conversion_summary, plan_table
+    from latentfold.convert.pipeline.prepare import dry_run as plan_only
+    from latentfold.convert.pipeline.prepare import prepare
+    from latentfold.convert.pipeline.run import run
+    from latentfold.convert.publish.push import check_target
 
     if private and not repo_id:
         raise click.UsageError("--private is for --push")

@@ -94,7 +94,7 @@ def evaluate(
     latentfold eval ./llama ./llama-mla --speed --contexts 1024,8192 --batches 1,8 --tasks arc_easy,hellaswag
     """
     quiet_libraries()
-    from latentfold.convert.recipe import RECIPE, read_recipe
+    from latentfold.convert.write.recipe import RECIPE, read_recipe
     from latentfold.eval.comparison import evaluate as compare
     from latentfold.eval.comparison import save
     from latentfold.eval.records import EVALUATION
@@ -127,7 +127,7 @@ def evaluate(
 
 def _command() -> str:
     """The command line as it can be typed again, without a token and without telling where files lie here."""
-    from latentfold.convert.source import public_name
+    from latentfold.convert.files import public_name
 
     words = sys.argv[1:]
     kept = ["latentfold"]

@@ -38,11 +38,11 @@ def inspect(
     quiet_libraries()
     from dataclasses import asdict
 
+    from latentfold.convert.cli.tables import estimates_table, inspection_table
     from latentfold.convert.config import ConversionConfig
     from latentfold.convert.errors import InputError
-    from latentfold.convert.inspection import inspect_model
-    from latentfold.convert.pipeline import estimate_sizes
-    from latentfold.convert.tables import estimates_table, inspection_table
+    from latentfold.convert.pipeline.estimate import estimate_sizes
+    from latentfold.convert.plan.inspection import inspect_model
 
     if calibration and not calibrate:
         raise InputError("--calibration: is for --calibrate")

@@ -40,13 +40,15 @@ def push(out: str, repo_id: str, dry_run: bool, allow_unevaluated: bool, quiet: 
     import torch
     from huggingface_hub.utils import disable_progress_bars, logging
 
-    from latentfold.convert import hub
+    from latentfold.convert.cli.tables import size
     from latentfold.convert.errors import InputError
-    from latentfold.convert.recipe import read_recipe
-    from latentfold.convert.tables import size
-    from latentfold.convert.verify import check_probe
+    from latentfold.convert.publish import push as hub
+    from latentfold.convert.publish.card import current_evaluation, read_card, write_card
+    from latentfold.convert.publish.files import check_files, files_to_push
+    from latentfold.convert.publish.licences import licence_notice
+    from latentfold.convert.verify.reloaded import check_probe
+    from latentfold.convert.write.recipe import read_recipe
     from latentfold.eval.records import EVALUATION
-    from latentfold.eval.report.card import current_evaluation, read_card, write_card
 
     if quiet:
         disable_progress_bars()
@@ -56,18 +58,18 @@ def push(out: str, repo_id: str, dry_run: bool, allow_unevaluated: bool, quiet: 
     recipe = read_recipe(folder)
     if not dry_run:
         hub.logged_in(repo_id, options["token"])
-    hub.check_files(folder, recipe)
-    hub.files_to_push(folder, recipe)  # refuse what does not belong there before anything is written
+    check_files(folder, recipe)
+    files_to_push(folder, recipe)  # refuse what does not belong there before anything is written
     evaluated = current_evaluation(folder, recipe) is not None
     if not evaluated and not allow_unevaluated:
         found = f"{EVALUATION} is of other weights" if (folder / EVALUATION).exists() else f"no {EVALUATION}"
         raise InputError(f"{out}: {found}; run latentfold eval, or pass --allow-unevaluated")
     check_probe(folder, recipe, torch.device("cpu"))
     card = read_card(folder) if dry_run else write_card(folder)
-    files = hub.files_to_push(folder, recipe)
+    files = files_to_push(folder, recipe)
     if not evaluated:  # what speaks of other weights stays here
         files = {name: path for name, path in files.items() if name not in (EVALUATION, "report.html")}
-    if (notice := hub.licence_notice(recipe)) and not quiet:
+    if (notice := licence_notice(recipe)) and not quiet:
         click.echo(f"Note: {notice}", err=True)
     if dry_run:
         click.echo("\n".join(f"{size(path.stat().st_size):>10}  {name}" for name, path in files.items()))

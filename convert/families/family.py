@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latentfold.convert.shapes import ModelShape
+from latentfold.convert.model.shape import ModelShape
 
 Rows = Callable[[str], Tensor]
 """Gives a projection of the attention module by name, as (out, D) or with its bias (out, D + 1)."""

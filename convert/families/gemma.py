@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from latentfold.convert.families.family import Family
-from latentfold.convert.shapes import ModelShape
+from latentfold.convert.model.shape import ModelShape
 
 
 def _query_scale(config: Any, shape: ModelShape) -> float:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latentfold.convert.attention.weights import AttentionWeights, HeadNorm
 from latentfold.convert.errors import InputError
-from latentfold.convert.factorize import AttentionWeights, HeadNorm
 from latentfold.convert.families.family import Family, Rows, half_layout
-from latentfold.convert.shapes import ModelShape
+from latentfold.convert.model.shape import ModelShape
+from latentfold.convert.model.streamed import StreamedModel
 
 
 def rows_of(read: Callable[[str], Tensor], prefix: str, family: Family, names: Collection[str]) -> Rows:
@@ -107,3 +108,23 @@ def read_attention(
     )
     still = frequencies.new_zeros(size // 2 - len(frequencies))
     return weights, torch.cat([frequencies, still]).to(q.device)
+
+
+def layer_attention(
+    model: StreamedModel, family: Family, shape: ModelShape, index: int
+) -> tuple[AttentionWeights, Tensor]:
+    """One layer's attention in float32, and the inverse frequencies (n,) of its rotary pairs in float64."""
+
+    def read(name: str) -> Tensor:
+        return model.tensor(name).to(model.device, torch.float32)
+
+    return read_attention(
+        read,
+        f"{model.layers_name}.{index}.{family.attention}.",
+        model.stored,
+        family,
+        shape,
+        model.config,
+        index,
+        model.rotation(index),
+    )

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from latentfold.convert.factorize import LatentAttention
+from latentfold.convert.attention.latent import LatentAttention
+from latentfold.convert.calibrate.statistics import RopeStatistics
 from latentfold.convert.families.family import Family
-from latentfold.convert.layers import StreamedModel
-from latentfold.convert.rope import RopeStatistics
-from latentfold.convert.shapes import ModelShape
-from latentfold.convert.source import Checkpoint
+from latentfold.convert.model.shape import ModelShape
+from latentfold.convert.model.streamed import StreamedModel
+from latentfold.convert.source.checkpoint import Checkpoint
 
 
 class Ladder(Protocol):
@@ -61,6 +61,8 @@ class Target(Protocol):
     """
 
     name: str
+    shape: ModelShape
+    dtype: torch.dtype
     expected: Mapping[str, tuple[int, ...]]
     tied: frozenset[str]
     tensors: Mapping[str, tuple[int, ...]]

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from latentfold.convert.factorize import LatentAttention
+from latentfold.convert.attention.latent import LatentAttention
+from latentfold.convert.calibrate.statistics import RopeStatistics
+from latentfold.convert.factorize.rope import choose_pairs
 from latentfold.convert.families.reading import rows_of
-from latentfold.convert.layers import StreamedModel
-from latentfold.convert.rope import RopeStatistics, choose_pairs
-from latentfold.convert.shapes import first_context
-from latentfold.convert.source import Checkpoint
+from latentfold.convert.model.shape import first_context
+from latentfold.convert.model.streamed import StreamedModel
+from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.targets.native import LatentfoldConfig
 from latentfold.convert.targets.target import Copied, OneConversion, Unwritten
 

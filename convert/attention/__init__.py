@@ -1,0 +1,1 @@
+"""One layer's attention, before and after: what passes between the stages."""

@@ -1,0 +1,20 @@
+"""All families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from latentfold.convert.families import gemma, llama, mistral, others, qwen
+from latentfold.convert.families.family import Family
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (llama.FAMILY, mistral.FAMILY, *qwen.FAMILIES, *gemma.FAMILIES, *others.FAMILIES)
+}
+
+OUT_OF_REACH: Mapping[str, str] = {
+    "cohere2": "layers without RoPE and a parallel residual",
+    "falcon": "fused projections of several layouts",
+    "gemma3": "an image encoder beside the text model",
+}
+"""Families people ask for that this version does not convert, and what stands in the way."""

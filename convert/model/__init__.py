@@ -1,0 +1,1 @@
+"""A transformers model, one layer at a time or whole."""

@@ -1,0 +1,265 @@
+"""A transformers model run one decoder layer at a time, from lazily read tensors.
+
+Only one layer's weights are in memory, whatever the depth. The model class, its masks, rotary embeddings and caches are
+transformers' own: a dry forward pass with the layers replaced by recorders shows what each layer is called with.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from latentfold.convert.errors import InputError
+from latentfold.convert.model.heads import ATTENTION
+
+
+class HasShape(Protocol):
+    """What is known of a tensor before it is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class TensorReader(Protocol):
+    """Anything that gives tensors by name, as `source.Checkpoint` does; `headers` has the names that are known."""
+
+    headers: Mapping[str, Any]
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class _Recorder(nn.Module):
+    """Stands in for a layer: notes what it is called with; hands the hidden states on unchanged, or `output`."""
+
+    def __init__(self, layer: nn.Module, output: Tensor | None = None) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+        self.kwargs: dict[str, Any] = {}
+        self.output = output
+        self.names = list(inspect.signature(layer.forward).parameters)[1:]
+        # models choose a mask by attributes of the layer (attention_type, layer_idx)
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and isinstance(value, (str, int)):
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.hidden, self.kwargs = hidden_states, dict(zip(self.names, args, strict=False)) | kwargs
+        return hidden_states if self.output is None else self.output
+
+
+class StreamedModel:
+    """A causal language model whose layers are loaded when needed and dropped afterwards.
+
+    Args:
+        checkpoint: where tensors are read from.
+        config: the model's transformers config.
+        dtype: compute dtype.
+        device: compute device.
+
+    Attributes:
+        decoder: the module that holds the layers.
+        layers_name: the layers' name within the model, such as `model.layers`.
+        tied: tensors that are stored under another's name, and that name.
+        stored: each tensor's name, or the names of its parts (a mixture's experts), in a checkpoint.
+        shapes: name and shape of every tensor that a checkpoint of this model holds.
+    """
+
+    def __init__(
+        self, checkpoint: TensorReader, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
+        with torch.device("meta"):
+            self.model: Any = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, dtype=dtype
+            ).eval()
+        self.tied: dict[str, str] = dict(self.model.all_tied_weights_keys)
+        self.layers_name, self._layers = find_layers(self.model)
+        holder, _, self._attribute = self.layers_name.rpartition(".")
+        self.decoder: Any = self.model.get_submodule(holder)
+        conversions = get_model_conversion_mapping(self.model, add_legacy=False)
+        reverted = [c for c in conversions if not isinstance(c, PrefixChange)]
+        # as from_pretrained leaves it: without it every call of revert_weight_conversion looks through the whole model
+        self.model._weight_conversions = reverted or None
+        self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        self._converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        self._prefix = self._missing_prefix()
+        self.stored: dict[str, list[str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, tensor in self.model.state_dict().items():
+            if name not in self.tied:
+                found = revert_weight_conversion(self.model, {name: tensor}) if reverted else {name: tensor}
+                parts = {part.removeprefix(self._prefix): tuple(t.shape) for part, t in found.items()}
+                self.stored[name] = list(parts)
+                self.shapes |= parts
+        self._fill_buffers()
+
+    def _missing_prefix(self) -> str:
+        """What the checkpoint's names lack where it was written from the decoder alone, without a head (GPT-2)."""
+        prefix = self.model.base_model_prefix + "."
+        names = self.checkpoint.headers
+        return prefix if names and not any(name.startswith(prefix) for name in names) else ""
+
+    def _fill_buffers(self) -> None:
+        """What no checkpoint holds (rotary frequencies, embedding scales) is computed, as from_pretrained does."""
+        for module in self.model.modules():
+            names = module._non_persistent_buffers_set
+            for name in names:
+                module._buffers[name] = torch.empty_like(module._buffers[name], device=self.device)
+            if names:
+                self.model._init_weights(module)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def embedding(self) -> str:
+        """Name of the token embedding's weight."""
+        module = self.model.get_input_embeddings()
+        return next(name for name, found in self.model.named_modules() if found is module) + ".weight"
+
+    def rotation(self, index: int) -> tuple[Tensor, float]:
+        """A layer's inverse frequencies (n,) in float64, any scaling included, and its factor on cos and sin."""
+        rotary = getattr(self.decoder, "rotary_emb", None)
+        if rotary is None:
+            return torch.zeros(0, dtype=torch.float64), 1.0
+        kind = "" if hasattr(rotary, "inv_freq") else f"{self.config.layer_types[index]}_"
+        frequencies = getattr(rotary, f"{kind}inv_freq").to("cpu", torch.float64)
+        return frequencies, float(getattr(rotary, f"{kind}attention_scaling"))
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the model from the checkpoint's, as from_pretrained puts it together."""
+        converter = None
+        for part in self.stored[name]:
+            target, pattern = rename_source_key(self._prefix + part, self._renamings, self._converters)
+            if pattern is None:
+                return self.checkpoint.tensor(part)
+            if converter is None:
+                converter = copy.deepcopy(next(c for c in self._converters if pattern in c.source_patterns))
+            tensor: Any = self.checkpoint.tensor(part)
+            converter.add_tensor(target, part, pattern, tensor)
+        assert converter is not None
+        found = converter.convert(name, model=self.model, config=self.config)[name]
+        return found[0] if isinstance(found, list) else found
+
+    def check_headers(self, headers: Mapping[str, HasShape]) -> None:
+        """Compare the tensors that will be read with the files' headers, before the first is.
+
+        Raises:
+            InputError: one is missing or has another shape.
+        """
+        for name, size in self.shapes.items():
+            found = list(headers[name].shape) if name in headers else "nothing"
+            if found != list(size):
+                raise InputError(f"tensor {name}: expected shape {list(size)}, as config.json says, found {found}")
+
+    def _load(self, module: nn.Module, prefix: str) -> None:
+        names = {name: self.tied.get(prefix + name, prefix + name) for name in module.state_dict()}
+        state = {name: self.tensor(own).to(self.device, self.dtype) for name, own in names.items()}
+        for name, meta in module.state_dict().items():
+            if state[name].shape != meta.shape:
+                raise InputError(
+                    f"tensor {self.stored[names[name]][0]}: expected shape {list(meta.shape)}, as config.json says, "
+                    f"found {list(state[name].shape)}"
+                )
+        module.load_state_dict(state, strict=True, assign=True)
+
+    @contextmanager
+    def loaded(self, module: nn.Module, prefix: str) -> Iterator[nn.Module]:
+        """`module` with its weights, for the length of the block."""
+        self._load(module, prefix)
+        try:
+            yield module
+        finally:
+            empty = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
+            module.load_state_dict(empty, strict=True, assign=True)
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        """Decoder layer `index` with its weights, for the length of the block."""
+        with self.loaded(self._layers[index], f"{self.layers_name}.{index}.") as module:
+            yield module
+
+    @contextmanager
+    def _outside(self, recorders: list[_Recorder], root: nn.Module, unused: nn.Module | None = None) -> Iterator[None]:
+        """`recorders` in place of the layers, and weights in everything else within `root` but in `unused`."""
+        setattr(self.decoder, self._attribute, nn.ModuleList(recorders))
+        within = set(root.modules()) - {unused}
+        try:
+            with ExitStack() as stack:
+                for name, module in self.model.named_modules():
+                    if module in within and module._parameters:
+                        stack.enter_context(self.loaded(module, name + "."))
+                yield
+        finally:
+            setattr(self.decoder, self._attribute, self._layers)
+
+    @torch.no_grad()
+    def begin(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, list[dict[str, Any]]]:
+        """Embed (B, T) tokens: the first layer's input (B, T, D) and each layer's keyword arguments.
+
+        The arguments depend on B and T only, so those of one batch serve all batches of that shape.
+        """
+        recorders = [_Recorder(layer) for layer in self._layers]
+        with self._outside(recorders, self.decoder):
+            self.decoder(input_ids=tokens.to(self.device), cache=cache, use_cache=cache is not None)
+        first = recorders[0].hidden
+        assert first is not None
+        return first, [recorder.kwargs for recorder in recorders]
+
+    @contextmanager
+    def head(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """A function from last hidden states (.., D) to logits (.., V), for the length of the block.
+
+        It is the model's own forward pass with layers that all hand on the same, so that whatever a family does to
+        its logits is done.
+        """
+        recorders = [_Recorder(layer) for layer in self._layers]
+
+        def logits(hidden: Tensor) -> Tensor:
+            rows = hidden.reshape(1, -1, hidden.shape[-1])
+            recorders[-1].output = rows
+            nothing = rows.new_zeros(1, 1, self.model.get_input_embeddings().embedding_dim)
+            found = self.model(inputs_embeds=nothing, use_cache=False).logits
+            return found.reshape(*hidden.shape[:-1], -1)
+
+        with self._outside(recorders, self.model, unused=self.model.get_input_embeddings()):
+            yield logits
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """(B, T) tokens to (B, T, V) logits, layer by layer."""
+        hidden, kwargs = self.begin(tokens)
+        for index in range(self.num_layers):
+            with self.layer(index) as layer:
+                hidden = layer(hidden, **kwargs[index])
+        with self.head() as head:
+            return head(hidden)
+
+
+def find_layers(model: Any) -> tuple[str, nn.ModuleList]:
+    """The decoder layers of a transformers model, and their name within it.
+
+    Raises:
+        InputError: it has no list of as many layers as its config says.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise InputError(f"model type {model.config.model_type!r}: expected a decoder with {count} layers in a list")

@@ -1,0 +1,1 @@
+"""A conversion from end to end."""

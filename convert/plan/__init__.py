@@ -1,0 +1,1 @@
+"""What will be written, and every refusal, before a weight is read."""

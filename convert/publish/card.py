@@ -1,0 +1,231 @@
+"""The model card of a converted checkpoint: its README.md and figures, from its recipe and its evaluation."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+from yaml import YAMLError
+
+from latentfold.convert.errors import InputError
+from latentfold.convert.files import replace_text
+from latentfold.convert.targets.kernels import engine_kernels
+from latentfold.convert.write.recipe import fingerprint, read_recipe
+from latentfold.eval.records import EVALUATION, Evaluation, read_evaluation
+from latentfold.eval.report import plots
+from latentfold.eval.report.formats import one_line, percent, perplexity, ppl, printable, with_error
+from latentfold.eval.report.markdown import cell, code, markdown
+from latentfold.eval.report.verdict import verdict
+
+CARD = "README.md"
+
+BEGIN, END = "<!-- latentfold:begin -->", "<!-- latentfold:end -->"
+"""What lies between them is replaced when the card is written again; everything else stays."""
+
+TAGS = ["latentfold", "mla", "multi-head-latent-attention", "kv-cache"]
+
+FIGURES = {
+    f"figures/{draw.__name__}.png": draw
+    for draw in (plots.loss_by_context, plots.error_by_layer, plots.cache_by_context, plots.speed_by_context)
+}
+
+
+def write_card(folder: Path) -> str:
+    """Write README.md and `figures/` of a converted folder, or bring them up to date; the text written.
+
+    Raises:
+        InputError: see `read_card`.
+    """
+    text = read_card(folder)
+    drawn = _figures(current_evaluation(folder, read_recipe(folder)))
+    for name in FIGURES:
+        if name in drawn:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(plots.png(drawn[name]))
+        else:
+            (folder / name).unlink(missing_ok=True)
+    replace_text(folder / CARD, text)
+    return text
+
+
+def read_card(folder: Path) -> str:
+    """The text that `write_card` would write.
+
+    Raises:
+        InputError: not a converted folder, an unreadable evaluation, or a README.md that cannot be brought up to date.
+    """
+    recipe = read_recipe(folder)
+    path = folder / CARD
+    try:
+        existing = path.read_text(encoding="utf-8-sig") if path.is_file() else None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start}); mend or delete it") from error
+    return render_card(recipe, current_evaluation(folder, recipe), existing)
+
+
+def current_evaluation(folder: Path, recipe: dict[str, Any]) -> Evaluation | None:
+    """The evaluation beside a checkpoint; None if there is none, or if it speaks of other weights.
+
+    Raises:
+        InputError: it is unreadable.
+    """
+    if not (folder / EVALUATION).is_file():
+        return None
+    found = read_evaluation(folder / EVALUATION)
+    return found if found.provenance.get("fingerprint") == fingerprint(recipe) else None
+
+
+def render_card(recipe: dict[str, Any], evaluation: Evaluation | None, existing: str | None) -> str:
+    """The text of README.md.
+
+    Args:
+        recipe: contents of latentfold.json.
+        evaluation: of these weights; None: the card says that nothing is known.
+        existing: the README.md to bring up to date. Its text outside the markers and its metadata are kept, but for
+            the keys that follow from the conversion; tags are added.
+
+    Raises:
+        InputError: `existing` has metadata that is not YAML, or markers that do not pair.
+    """
+    text = existing or ""
+    if not text.lstrip().startswith("---"):
+        text = f"---\n\n---\n{text}"
+    try:
+        card = ModelCard(text, ignore_metadata_errors=True)
+    except (YAMLError, ValueError, TypeError) as error:
+        raise InputError(f"{CARD}: its metadata is not a YAML mapping ({error}); mend or delete it") from error
+    data = ModelCardData(**_metadata(card.data.to_dict(), recipe, evaluation))
+    body = f"{BEGIN}\n{_body(recipe, evaluation)}\n{END}"
+    return f"---\n{data.to_yaml()}\n---\n{_with_body(card.text, body)}"
+
+
+def _with_body(text: str, body: str) -> str:
+    """`text` with what lies between the markers replaced, or `body` after it where there are none."""
+    if text.count(BEGIN) == text.count(END) == 0:
+        own = text.rstrip("\n")
+        return f"{own}\n\n{body}\n" if own else f"\n{body}\n"
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or END in before:
+        raise InputError(f"{CARD}: expected one {BEGIN} and one {END} after it; mend them, or delete both")
+    return before + body + after
+
+
+def _metadata(existing: dict[str, Any], recipe: dict[str, Any], evaluation: Evaluation | None) -> dict[str, Any]:
+    source = recipe["source"]
+    # no base_model_relation: its values are finetune, adapter, merge and quantized, and this is none of them
+    known = {
+        "base_model": source["name"] if source["revision"] else None,
+        **{key: source.get(key) for key in ("license", "license_name", "license_link", "language")},
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+    }
+    tags = existing.get("tags") or []
+    kept = {key: value for key, value in existing.items() if key not in ("model-index", "model_name", "eval_results")}
+    return (
+        kept
+        | {key: value for key, value in known.items() if value is not None}
+        | {"tags": [*(tags if isinstance(tags, list) else [tags]), *(tag for tag in TAGS if tag not in tags)]}
+        | ({"model_name": f"{_source_name(recipe)}-MLA", "eval_results": _results(evaluation)} if evaluation else {})
+    )
+
+
+def _results(evaluation: Evaluation) -> list[EvalResult]:
+    """The converted model's results as the Hub lists them."""
+    results = []
+    for text in evaluation.texts:
+        place = {
+            "task_type": "text-generation",
+            "dataset_type": re.sub(r"[^\w.]+", "-", text.name.lower()).strip("-") or "text",
+            "dataset_name": one_line(text.name),
+            "dataset_args": {"sha256": text.sha256, "windows": text.windows, "window_length": text.window_length},
+        }
+        metrics = {
+            "perplexity": ("Perplexity", perplexity(text.overall.converted)),
+            "nll-gap": ("NLL minus the original's (nats per token)", text.overall.gap),
+        }
+        results += [
+            EvalResult(**place, metric_type=kind, metric_name=name, metric_value=round(value, 4))
+            for kind, (name, value) in metrics.items()
+        ]
+    for task in evaluation.tasks or ():
+        results.append(
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=task.task,
+                dataset_name=task.task,
+                metric_type=task.metric,
+                metric_name=f"{task.metric} (original: {task.original:.4f})",
+                metric_value=round(task.converted, 4),
+            )
+        )
+    return results
+
+
+def _figures(evaluation: Evaluation | None) -> dict[str, Figure]:
+    drawn = {name: draw(evaluation) for name, draw in FIGURES.items()} if evaluation else {}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def _body(recipe: dict[str, Any], evaluation: Evaluation | None) -> str:
+    environment = Environment(
+        loader=PackageLoader("latentfold.convert.publish"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,  # Markdown; names go through `code` and `cell`
+    )
+    environment.filters |= {"code": code, "cell": cell, "percent": percent, "ppl": ppl, "basename": _basename}
+    environment.globals |= {"with_error": with_error}
+    options = recipe["options"]
+    body = (
+        environment.get_template("card.md.j2")
+        .render(
+            recipe=recipe,
+            options=options,
+            source=_source_name(recipe),
+            hub_id=recipe["source"]["name"] if recipe["source"]["revision"] else None,
+            licence=recipe["source"].get("license_name") or recipe["source"].get("license"),
+            command=convert_command(recipe),
+            kernels=engine_kernels(options["kv_rank"], options["rope_dim"]),
+            evaluation=evaluation,
+            verdict=verdict(evaluation) if evaluation else None,
+            everything=markdown(evaluation) if evaluation else None,
+            figures={name: figure.get_label() for name, figure in _figures(evaluation).items()},
+        )
+        .strip()
+    )
+    for marker in (BEGIN, END):  # a prompt or a continuation may hold one
+        body = body.replace(marker, marker.replace("<!--", "<!-"))
+    return printable(body)
+
+
+def convert_command(recipe: dict[str, Any]) -> str:
+    """The command that made this checkpoint; a local source by its folder's name, which is all a reader can use."""
+    source, options = recipe["source"], recipe["options"]
+    words = ["latentfold", "convert", source["name"] if source["revision"] else _source_name(recipe), "OUT"]
+    if source["revision"]:
+        words += ["--revision", source["revision"]]
+    names = ("kv_rank", "rope_dim", "calibration_tokens", "seq_len", "seed", "dtype", "max_shard_size")
+    for name in names:
+        words += [f"--{name.replace('_', '-')}", str(options[name])]
+    if options["device"] != "auto":
+        words += ["--device", options["device"]]
+    if options["calibration"]:
+        words += ["--calibration", *map(_basename, options["calibration"])]
+    return shlex.join(words)
+
+
+def _source_name(recipe: dict[str, Any]) -> str:
+    """`SmolLM2-135M` for org/SmolLM2-135M and for a folder of that name."""
+    return _basename(recipe["source"]["name"])
+
+
+def _basename(name: str) -> str:
+    """A path's last part: where the files lay on another machine tells a reader nothing."""
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1] or "model"

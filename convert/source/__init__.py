@@ -1,0 +1,1 @@
+"""Where weights come from: a folder or the Hub."""

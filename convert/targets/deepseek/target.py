@@ -1,0 +1,116 @@
+"""The portable target: a dense `DeepseekV3ForCausalLM`, which stock engines load as MLA without remote code.
+
+Shape legend
+    D  hidden size    H  query heads    d  head size = qk_nope_head_dim = v_head_dim
+    r  kv_lora_rank   S  rope slots, 2S = qk_rope_head_dim
+
+Its conditions, each of which some engine breaks on in silence: no biases, interleaved rope, an explicit lm_head, all
+layers dense, rope parameters in the old and the new spelling, rms_norm_eps equal to the 1e-6 that transformers and MLX
+hard-code for the latent norm, yarn only with mscale == mscale_all_dim.
+
+Biases are possible where transformers alone has to load it. Its class puts `attention_bias` on q_a_proj,
+kv_a_proj_with_mqa and o_proj: what rotates gets its bias from the second, the values' is a constant output, and for the
+queries q_a_proj is the identity with a constant beside it (q_lora_rank = D + 1), from which q_b_proj reads their bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import DeepseekV3Config
+
+from latentfold.convert.attention.latent import LatentAttention
+from latentfold.convert.calibrate.statistics import RopeStatistics
+from latentfold.convert.model.streamed import StreamedModel
+from latentfold.convert.source.checkpoint import Checkpoint
+from latentfold.convert.targets.deepseek.config import target_config
+from latentfold.convert.targets.deepseek.ladders import Ladder, ladders
+from latentfold.convert.targets.deepseek.layout import attention_tensors
+from latentfold.convert.targets.deepseek.norm import residual_scale
+from latentfold.convert.targets.target import Copied, OneConversion, Unwritten
+
+KIND = "all"
+"""The class has one ladder: its layers are all of a kind."""
+
+
+@dataclass(frozen=True)
+class PortableTarget(OneConversion):
+    """A `latentfold.convert.targets.target.Target`: models that outside attention are what Llama is."""
+
+    name: ClassVar[str] = "deepseek"
+    code: ClassVar[tuple[Path, ...]] = ()
+
+    @property
+    def _biased(self) -> bool:
+        return self.family.biased(self.source)
+
+    @property
+    def engine(self) -> str:
+        return "transformers" if self._biased else "any"
+
+    @cached_property
+    def residual(self) -> float:
+        return residual_scale(self.source.rms_norm_eps, self.dtype)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (KIND,) * self.shape.num_layers
+
+    @property
+    def rope_dims(self) -> tuple[int, ...]:
+        return (self.rope_dim,) * self.shape.num_layers
+
+    @cached_property
+    def ladders(self) -> list[Ladder]:
+        """All that `candidates` ever gives."""
+        source = self.source
+        return ladders(source.rope_parameters, self.shape.head_dim, self.rope_dim, source.max_position_embeddings)
+
+    def candidates(self, layer: int, stats: RopeStatistics, pairs: Tensor) -> list[Ladder]:
+        return self.ladders
+
+    def ladder(self, kind: str, data: dict[str, Any]) -> Ladder:
+        return Ladder(data, self.rope_dim)
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        config = DeepseekV3Config(**self.config({KIND: self.ladders[0]}))
+        return StreamedModel(Unwritten(), config, torch.float32, torch.device("cpu")).shapes
+
+    def outer(self) -> dict[str, Copied]:
+        names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+        embedding = names[0]
+        return {name: Copied(self.model.tied.get(name, name), to_residual=name == embedding) for name in names}
+
+    def copied(self, layer: int) -> dict[str, Copied]:
+        prefix = f"model.layers.{layer}."
+        gate_up = self.family.gate_up
+        return {
+            prefix + "input_layernorm.weight": Copied(prefix + "input_layernorm.weight"),
+            prefix + "post_attention_layernorm.weight": Copied(prefix + "post_attention_layernorm.weight"),
+            prefix + "mlp.down_proj.weight": Copied(prefix + "mlp.down_proj.weight", to_residual=True),
+        } | {
+            f"{prefix}mlp.{name}.weight": Copied(f"{prefix}{gate_up}.weight", part=(k, 2))
+            if gate_up
+            else Copied(f"{prefix}mlp.{name}.weight")
+            for k, name in enumerate(("gate_proj", "up_proj"))
+        }
+
+    def attention(
+        self, layer: int, converted: LatentAttention, ladder: Ladder, checkpoint: Checkpoint
+    ) -> dict[str, Tensor]:
+        gain = checkpoint.tensor(f"model.layers.{layer}.input_layernorm.weight").to(converted.latent)
+        tensors = attention_tensors(converted, ladder, gain, self.residual, self.dtype)
+        return {f"model.layers.{layer}.self_attn.{name}": tensor for name, tensor in tensors.items()}
+
+    def config(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
+        return target_config(self.source, chosen[KIND], self.shape.head_dim, self.kv_rank, self.dtype, self._biased)
+
+    def rope_parameters(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
+        return chosen[KIND].parameters

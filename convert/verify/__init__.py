@@ -1,0 +1,1 @@
+"""Does what was written compute what was factorized?"""
