@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from latentfold.convert import InputError, convert_checkpoint, pipeline
+from latentfold.convert import InputError, convert_checkpoint
 from latentfold.convert.cli import main
 from latentfold.convert.config import ConversionConfig
 from latentfold.convert.model.shape import model_shape
+from latentfold.convert.pipeline import run as pipeline
 from latentfold.convert.pipeline.estimate import estimate_sizes
 from latentfold.convert.plan.sizes import divisible, splits
 from latentfold.convert.source.config import read_config

@@ -15,9 +15,10 @@ import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import HfApi, constants
 
-from latentfold.convert import InputError, convert_checkpoint, hub
+from latentfold.convert import InputError, convert_checkpoint
 from latentfold.convert.cli import main
 from latentfold.convert.files import sha256
+from latentfold.convert.publish import push as hub
 from latentfold.convert.publish.card import write_card
 from latentfold.convert.publish.files import files_to_push
 from latentfold.convert.publish.licences import licence_notice
@@ -377,7 +378,7 @@ def test_command(server: HubServer, out: Path) -> None:
 def test_requests_are_refused_before_files_are_hashed(
     server: HubServer, out: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "check_files", lambda *_: pytest.fail("hashed"))
+    monkeypatch.setattr("latentfold.convert.publish.files.check_files", lambda *_: pytest.fail("hashed"))
     result = invoke("push", out, *arguments)
     assert result.exit_code == 2 and message in result.stderr and server.requests == []
 

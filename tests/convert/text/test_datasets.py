@@ -147,7 +147,7 @@ def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 SCRIPT = """
 import sys
 from latentfold.convert.errors import InputError
-from latentfold.eval.texts import open_texts
+from latentfold.convert.text.datasets import open_texts
 
 for spec in sys.argv[1:]:
     spec, _, token = spec.partition(" with ")
