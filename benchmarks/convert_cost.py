@@ -18,7 +18,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM
 
-from latentfold.convert.config import ConversionConfig
+from latentfold.convert import read_recipe
 
 SAMPLE = 2
 
@@ -38,22 +38,22 @@ def forward_seconds(folder: str, tokens: int, length: int) -> float:
 def main() -> None:
     """Measure one conversion in a process of its own."""
     source = sys.argv[1]
-    defaults = ConversionConfig(source=source, output="unused")
     # first, while this process is small: a child's peak is at least its parent's at the fork
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "latentfold.convert.cli", "convert", source, out, "--quiet"]
         start = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
+        windows, length = read_recipe(out).calibration.windows
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    forward = forward_seconds(source, defaults.calibration_tokens, defaults.seq_len)
+    forward = forward_seconds(source, windows * length, length)
     print(f"{seconds:.0f} s, {peak:.2f} GiB; one forward pass over the text: {forward:.0f} s", file=sys.stderr)
     result = {
         "seconds": round(seconds, 1),
         "peak_memory_gib": round(peak, 3),
         "forward_seconds": round(forward, 1),
         "forward_passes": round(seconds / forward, 2),
-        "calibration_tokens": defaults.calibration_tokens,
+        "calibration_tokens": windows * length,
         "threads": torch.get_num_threads(),
     }
     print(json.dumps(result))

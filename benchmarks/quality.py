@@ -18,28 +18,28 @@ import json
 import pydoc_data.topics
 import resource
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from benchmarks.variants import BASELINES, VARIANTS, Variant
 from latentfold.convert.attention.latent import LatentAttention, head_outputs
-from latentfold.convert.calibrate.layer import LayerCalibration
+from latentfold.convert.calibrate.layer import calibrate
 from latentfold.convert.cli.options import FilesCommand, check_writable, quiet_libraries, user_errors
-from latentfold.convert.config import ConversionConfig
 from latentfold.convert.errors import InputError
 from latentfold.convert.families.reading import layer_attention
 from latentfold.convert.files import public_name
-from latentfold.convert.model.heads import attention_inputs
 from latentfold.convert.model.streamed import StreamedModel
+from latentfold.convert.model.walk import Walk
 from latentfold.convert.pipeline.ladders import score_ladders
-from latentfold.convert.pipeline.prepare import prepare
-from latentfold.convert.plan.plan import ConversionPlan
+from latentfold.convert.pipeline.prepare import Job, prepare
+from latentfold.convert.plan.config import ConversionConfig
+from latentfold.convert.progress import Bars
 from latentfold.convert.source.config import max_positions
 from latentfold.convert.source.opening import open_checkpoint
 from latentfold.convert.targets.deepseek.target import KIND, PortableTarget
@@ -98,43 +98,29 @@ def manual_blocks(tokenizer: object, vocab_size: int, calibrating: int) -> tuple
 
 
 @torch.no_grad()
-def sweep(
-    model: StreamedModel,
-    plan: ConversionPlan,
-    config: ConversionConfig,
-    calibration: Tensor,
-    evaluation: Tensor,
-    rows: list[Row],
-) -> list[Tensor]:
+def sweep(job: Job, evaluation: Tensor, rows: list[Row]) -> list[Tensor]:
     """Take every row's evaluation streams through its own layers; the original's last hidden states."""
-    groups = [[model.begin(row[None]) for row in tokens] for tokens in (calibration, evaluation)]
-    streams = [[hidden for hidden, _ in group] for group in groups]
-    kwargs = [group[0][1] for group in groups]
+    plan, calibration = job.plan, job.windows.tokens
+    count = len(calibration)
+    walk = Walk(job.model, [*calibration, *evaluation], progress=Bars(), stage="layers")
     for row in rows:
-        row.streams = list(streams[1])
-    for index in tqdm(range(model.num_layers), desc="layers", unit="layer"):
-        observer = LayerCalibration(
-            *layer_attention(model, plan.family, plan.shape, index),
-            calibration.shape,
-            queries=config.queries,
-            seed=config.seed,
-        )
-        with model.layer(index) as layer:
-            for k, hidden in enumerate(streams[0]):
-                streams[0][k], x, output = attention_inputs(layer, hidden, kwargs[0][index])
-                observer.add(k, x[0], hidden[0], output[0])
-            streams[1] = [layer(hidden, **kwargs[1][index]) for hidden in streams[1]]
-            calibrated = observer.result()
-            original = layer.self_attn
-            for row in rows:
-                start = time.perf_counter()
-                converted, frequencies = row.variant.convert(calibrated, row.slots, row.kv_rank)
-                row.seconds += time.perf_counter() - start
-                row.predicted.append(converted.predicted_error.get("output"))
-                layer.self_attn = FactorizedAttention(converted, frequencies)
-                row.streams = [layer(hidden, **kwargs[1][index]) for hidden in row.streams]
-            layer.self_attn = original
-    return streams[1]
+        row.streams = walk.streams[count:]
+    for visit in walk:
+        weights, pairs = layer_attention(walk.model, plan.family, plan.shape, visit.index)
+        calls = islice(visit.observe(plan.family.attention), count)
+        calibrated = calibrate(calls, weights, pairs, calibration.shape, plan.request.sampling)
+        visit.advance()
+        layer: Any = visit.layer
+        original = layer.self_attn
+        for row in rows:
+            start = time.perf_counter()
+            converted, frequencies = row.variant.convert(calibrated, row.slots, row.kv_rank)
+            row.seconds += time.perf_counter() - start
+            row.predicted.append(converted.predicted_error.get("output"))
+            layer.self_attn = FactorizedAttention(converted, frequencies)
+            row.streams = [layer(hidden, **visit.kwargs(count)) for hidden in row.streams]
+        layer.self_attn = original
+    return walk.streams[count:]
 
 
 def result(row: Row, counts: dict[str, int], tokens: Tensor, last: list[Tensor], model: StreamedModel) -> dict:
@@ -203,7 +189,7 @@ def measure(
 ) -> dict:
     """All rows of one model."""
     started = time.perf_counter()
-    plans = []
+    jobs = []
     for rope_dim, kv_rank in sizes:
         config = ConversionConfig(
             model,
@@ -213,12 +199,12 @@ def measure(
             calibration=calibration,
             calibration_tokens=calibration_tokens,
             seq_len=seq_len,
-            target=PortableTarget.name,
+            target="deepseek",
         )
-        plan, tokenizer, calibrating = prepare(config)
-        plans.append(plan)
+        jobs.append(prepare(config))
+    tokenizer, plan, calibrating = jobs[0].tokenizer, jobs[0].plan, jobs[0].windows
     if on_manual:
-        blocks = config.calibration_tokens // BLOCK
+        blocks = calibration_tokens // BLOCK
         calibrating, testing = manual_blocks(tokenizer, plan.shape.vocab_size, blocks)
         parts = {"manual, odd blocks": testing.tokens}
     else:
@@ -235,18 +221,21 @@ def measure(
             for document in documents
         }
     rows: list[Row] = []
-    source = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
-    for (rope_dim, kv_rank), plan in zip(sizes, plans, strict=True):
-        assert isinstance(plan.target, PortableTarget)
-        found, _ = score_ladders(source, plan, calibrating, config)[KIND][0]
-        literal = plan.target.ladders[0]
+    jobs = [replace(job, windows=calibrating) for job in jobs]
+    for (rope_dim, kv_rank), job in zip(sizes, jobs, strict=True):
+        target = job.plan.target
+        assert isinstance(target, PortableTarget)
+        found, _ = score_ladders(job, Bars())[KIND][0]
+        literal = target.ladders[0]
         for variant in variants:
             if variant is VARIANTS["no ladder search"] and found == literal:
                 continue  # the search found nothing better: the same row again
             ladder = found if variant.searches_ladder else literal
-            rows.append(Row(variant, f"{rope_dim}+{kv_rank}", kv_rank, ladder.frequencies.to(source.device)))
+            slots = ladder.frequencies.to(config.torch_device)
+            rows.append(Row(variant, f"{rope_dim}+{kv_rank}", kv_rank, slots))
     tokens = torch.cat(list(parts.values()))
-    last = sweep(source, plan, config, calibrating.tokens, tokens, rows)
+    last = sweep(jobs[0], tokens, rows)
+    source = jobs[0].model
     counts = {name: len(part) for name, part in parts.items()}
     return {
         "model": public_name(model),

@@ -1,6 +1,6 @@
 """Ways to turn one calibrated layer into latent attention: this project's, it without one ingredient, and baselines.
 
-Each is a function of a `CalibratedLayer`, the slots' frequencies and kv_rank, as `method.convert_layer` is. The
+Each is a function of a `CalibratedLayer`, the slots' frequencies and kv_rank, as `convert_layer` is. The
 baselines are written from their papers, for comparison on the same text and cache size; they are not their authors'
 code.
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from latentfold.convert import convert_layer
 from latentfold.convert.attention.latent import LatentAttention
 from latentfold.convert.attention.pairs import complex_pair_moment, to_complex_pairs
 from latentfold.convert.calibrate.layer import CalibratedLayer
 from latentfold.convert.calibrate.statistics import LatentStatistics
 from latentfold.convert.factorize.latent import factorize
-from latentfold.convert.factorize.layer import convert_layer
 from latentfold.convert.factorize.output import refit_output
 from latentfold.convert.factorize.rope import SlotFit, fit_slots
 
@@ -68,7 +68,7 @@ def _with(
 
 
 def _default(layer: CalibratedLayer, slots: Tensor, kv_rank: int) -> tuple[LatentAttention, Tensor]:
-    return convert_layer(layer, slots, kv_rank), slots
+    return convert_layer(layer, kv_rank, frequencies=slots)
 
 
 # ------------------------------------------------------------------------------------------------ one ingredient less

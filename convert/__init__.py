@@ -1,4 +1,4 @@
-"""Convert MHA/GQA checkpoints to MLA: `convert_checkpoint(source, output)`, `inspect_model(name)`."""
+"""Convert MHA/GQA checkpoints to MLA; docs/python.md shows every stage."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -8,36 +8,53 @@ from wrapt import when_imported
 from latentfold.convert.errors import InputError
 
 if TYPE_CHECKING:
-    from latentfold.convert.pipeline.run import ConversionResult, convert_checkpoint
+    from latentfold.convert.api import calibrate_layer, convert_checkpoint, estimate_sizes, plan_conversion
+    from latentfold.convert.attention.sizes import LayerSize
+    from latentfold.convert.factorize.layer import convert_layer
+    from latentfold.convert.pipeline.run import ConversionResult
     from latentfold.convert.plan.inspection import Inspection, inspect_model
+    from latentfold.convert.plan.plan import ConversionPlan
     from latentfold.convert.targets.deepseek.absorb import enable_absorbed_decode
     from latentfold.convert.targets.native import LatentfoldForCausalLM
+    from latentfold.convert.write.recipe import Recipe, read_recipe
 
 __all__ = [
+    "ConversionPlan",
     "ConversionResult",
     "InputError",
     "Inspection",
     "LatentfoldForCausalLM",
+    "LayerSize",
+    "Recipe",
+    "calibrate_layer",
     "convert_checkpoint",
+    "convert_layer",
     "enable_absorbed_decode",
+    "estimate_sizes",
     "inspect_model",
+    "plan_conversion",
+    "read_recipe",
 ]
 
 _HOMES = {
-    "ConversionResult": "pipeline.run",
-    "convert_checkpoint": "pipeline.run",
-    "Inspection": "plan.inspection",
-    "inspect_model": "plan.inspection",
-    "enable_absorbed_decode": "targets.deepseek.absorb",
-    "LatentfoldForCausalLM": "targets.native",
+    "api": ("calibrate_layer", "convert_checkpoint", "estimate_sizes", "plan_conversion"),
+    "attention.sizes": ("LayerSize",),
+    "factorize.layer": ("convert_layer",),
+    "pipeline.run": ("ConversionResult",),
+    "plan.inspection": ("Inspection", "inspect_model"),
+    "plan.plan": ("ConversionPlan",),
+    "targets.deepseek.absorb": ("enable_absorbed_decode",),
+    "targets.native": ("LatentfoldForCausalLM",),
+    "write.recipe": ("Recipe", "read_recipe"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only when something is used."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @when_imported("transformers.models.auto.modeling_auto")

@@ -4,12 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from latentfold.eval.comparison import evaluate
+    from latentfold.eval.options import EvaluationConfig
     from latentfold.eval.records import Evaluation
 
-__all__ = ["Evaluation", "evaluate"]
+__all__ = ["Evaluation", "EvaluationConfig", "evaluate"]
 
 
-_HOMES = {"evaluate": "comparison", "Evaluation": "records"}
+_HOMES = {"evaluate": "comparison", "Evaluation": "records", "EvaluationConfig": "options"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PretrainedConfig
 
-from latentfold.convert.model.heads import ATTENTION, attention_of
+from latentfold.convert.families.registry import attention_name
+from latentfold.convert.model.heads import ATTENTION
 from latentfold.convert.model.shape import ModelShape, first_context
 from latentfold.convert.model.streamed import StreamedModel, find_layers
+from latentfold.convert.model.walk import Walk
 from latentfold.eval.records import CachePoint, CacheSize
 
 MEASURED_TOKENS = 32
@@ -22,10 +24,8 @@ def cache_size(model: StreamedModel, shape: ModelShape, tokens: Tensor) -> Cache
     """Fill a cache layer by layer with (1, T) tokens; `model` computes in the dtype it is stored in."""
     tokens = tokens[:, :MEASURED_TOKENS]
     cache = DynamicCache(config=model.config)
-    hidden, kwargs = model.begin(tokens, cache)
-    for index in range(model.num_layers):
-        with model.layer(index) as layer:
-            hidden = layer(hidden, **kwargs[index])
+    for visit in Walk(model, tokens, cache=cache):
+        visit.advance()
     counted = sum(shape.layer_values) * model.dtype.itemsize
     return CacheSize(counted=float(counted), measured=held_bytes(cache) / tokens.shape[1])
 
@@ -45,8 +45,8 @@ def cache_by_context(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION).eval()
         for layer in find_layers(model)[1]:
-            for name, child in layer.named_children():
-                if child is not attention_of(layer) and "norm" not in name and not name.startswith("ln_"):
+            for name, _ in list(layer.named_children()):
+                if name != attention_name(config) and "norm" not in name and not name.startswith("ln_"):
                     setattr(layer, name, nn.Identity())
         bytes_held = []
         for context in contexts:

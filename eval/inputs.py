@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 import torch
 
+from latentfold.convert.dtypes import DTYPES
 from latentfold.convert.errors import InputError
+from latentfold.convert.model.devices import resolve_device
 from latentfold.convert.model.shape import model_shape
 from latentfold.convert.model.streamed import StreamedModel
 from latentfold.convert.source.checkpoint import Checkpoint
-from latentfold.convert.source.config import read_config
+from latentfold.convert.source.config import max_positions, read_config
 from latentfold.convert.source.hub import download
+from latentfold.convert.source.opening import open_checkpoint
 from latentfold.convert.source.streamed import stream as streamed
 from latentfold.convert.source.tokenizer import load_tokenizer
+from latentfold.convert.text.datasets import open_texts
 from latentfold.convert.text.documents import Document
-from latentfold.convert.text.windows import Windows, leading_tokens, make_windows, tokenize
-from latentfold.convert.write.recipe import RECIPE, read_recipe
+from latentfold.convert.text.windows import DEFAULT_WINDOW, Windows, leading_tokens, make_windows, tokenize
+from latentfold.convert.write.recipe import RECIPE, Recipe, read_recipe
+from latentfold.eval.options import EvaluationConfig
+from latentfold.eval.quality.continuations import PROMPTS, check_prompts
+from latentfold.eval.quality.tasks import check_tasks
 
 EMBEDDINGS_COMPARED = 4096
 """Rows of the embedding that tell a conversion's original from another model."""
@@ -32,13 +40,84 @@ NOVEL_FRONT_MATTER = 1000
 """Tokens of the bundled novel that are passed over: title, contents, first page."""
 
 
+@dataclass(frozen=True)
+class Side:
+    """One of the two models."""
+
+    checkpoint: Checkpoint
+    model: StreamedModel
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An evaluation that can begin.
+
+    Attributes:
+        original, converted: the models.
+        recipe: what the conversion recorded, where it did.
+        documents, windows: each text and its windows.
+        length: tokens of a window.  longest: tokens that both models take.
+        skip: tokens passed over at the start of each text.
+    """
+
+    original: Side
+    converted: Side
+    recipe: Recipe | None
+    documents: list[Document]
+    windows: list[Windows]
+    length: int
+    longest: int
+    skip: int
+
+
+def prepare(original: str, converted: str, config: EvaluationConfig) -> Comparison:
+    """Check everything, and fetch both models.
+
+    Raises:
+        InputError: see `evaluate`.
+    """
+    device, compute = resolve_device(config.device), DTYPES[config.dtype]
+    if config.tasks:
+        check_tasks(config.tasks, config.include_path)
+    documents = open_texts(config.text, token=config.token) if config.text else [bundled_novel()]
+    if twice := [text for text, count in Counter(document.text for document in documents).items() if count > 1]:
+        names = [document.name for document in documents if document.text in twice]
+        raise InputError(f"text {', '.join(names)}: the same text, which would count twice; expected each once")
+    skip = config.skip if config.skip is not None else (0 if config.text else NOVEL_FRONT_MATTER)
+    a = open_checkpoint(original, revision=config.revision, token=config.token)
+    b = open_checkpoint(converted, token=config.token)
+    configs = [read_config(checkpoint) for checkpoint in (a, b)]
+    limits = [max_positions(checkpoint) or DEFAULT_WINDOW for checkpoint in (a, b)]
+    longest = min(limits)
+    for option, length in (("seq_len", config.seq_len), ("contexts", max(config.contexts, default=None))):
+        if length is not None and length > longest:
+            name = (a, b)[limits.index(longest)].name
+            raise InputError(f"{option} {length}: {name} takes at most {longest} positions")
+    length = config.seq_len or min(DEFAULT_WINDOW, longest)
+    a, b = (download(checkpoint, token=config.token, weights=False) for checkpoint in (a, b))
+    windows = text_windows(a, b, documents, length, config.windows, skip)
+    if config.continuations:
+        check_prompts(a, b, config.prompts or PROMPTS)
+    if (a.folder / RECIPE).is_file():
+        raise InputError(f"{a.name}: is itself a conversion; expected the model that {b.name} was made from")
+    recipe = recipe_beside(b)
+    a, b = with_weights(a, config.token, config.stream), with_weights(b, config.token)
+    models = []
+    for checkpoint, own in zip((a, b), configs, strict=True):
+        models.append(StreamedModel(checkpoint, own, compute, device))
+        models[-1].check_headers(checkpoint.headers)
+    if recipe:
+        check_original(a.name, b.name, models, recipe)
+    return Comparison(Side(a, models[0]), Side(b, models[1]), recipe, documents, windows, length, longest, skip)
+
+
 def bundled_novel() -> Document:
     """The evaluation text that ships with the package."""
     path = resources.files("latentfold.eval") / "data" / "persuasion.txt"
     return Document(NOVEL, path.read_text(encoding="utf-8"))
 
 
-def _with_weights(checkpoint: Checkpoint, token: str | None, stream: bool = False) -> Checkpoint:
+def with_weights(checkpoint: Checkpoint, token: str | None, stream: bool = False) -> Checkpoint:
     if stream:
         return streamed(checkpoint, token)
     checkpoint = download(checkpoint, token=token)
@@ -46,7 +125,7 @@ def _with_weights(checkpoint: Checkpoint, token: str | None, stream: bool = Fals
     return checkpoint
 
 
-def _windows(
+def text_windows(
     a: Checkpoint, b: Checkpoint, documents: Sequence[Document], length: int, count: int, skip: int
 ) -> list[Windows]:
     """Up to `count` windows of each document."""
@@ -73,7 +152,7 @@ def _windows(
     ]
 
 
-def _recipe(checkpoint: Checkpoint) -> dict[str, Any] | None:
+def recipe_beside(checkpoint: Checkpoint) -> Recipe | None:
     """What the conversion recorded, or None for a checkpoint without a record.
 
     Raises:
@@ -83,15 +162,12 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     recipe = read_recipe(checkpoint.folder)
-    scale, layers = recipe.get("residual_scale"), recipe.get("layers")
-    errors = [layer.get("output") if isinstance(layer, dict) else None for layer in layers or ()]
-    complete = all(isinstance(number, (int, float)) for number in [scale, *errors])
-    if not complete or len(errors) != model_shape(read_config(checkpoint)).num_layers:
+    if len(recipe.layers) != model_shape(read_config(checkpoint)).num_layers:
         raise InputError(f"{path}: not the record of this conversion; convert again")
     return recipe
 
 
-def _check_original(a: str, b: str, models: Sequence[StreamedModel], recipe: dict[str, Any]) -> None:
+def check_original(a: str, b: str, models: Sequence[StreamedModel], recipe: Recipe) -> None:
     """Refuse a model that `b` was not converted from: a card would call the difference the conversion's cost.
 
     A conversion leaves the embedding as it is, but for the residual scale and rounding.
@@ -100,9 +176,8 @@ def _check_original(a: str, b: str, models: Sequence[StreamedModel], recipe: dic
         InputError: the embeddings differ.
     """
     expected, found = (model.tensor(model.embedding)[:EMBEDDINGS_COMPARED].double() for model in models)
-    expected *= recipe["residual_scale"]
+    expected *= recipe.residual_scale
     if expected.shape != found.shape or not (found - expected).norm() <= EMBEDDING_TOLERANCE * expected.norm():
         raise InputError(
-            f"{a}: not the model that {b} was made from (their embeddings differ); "
-            f"expected {recipe['source'].get('name')}"
+            f"{a}: not the model that {b} was made from (their embeddings differ); expected {recipe.source.name}"
         )

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from latentfold.convert.errors import InputError
 from latentfold.convert.model.whole import is_out_of_memory, loaded
+from latentfold.convert.progress import Progress, silent
 from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.source.config import max_positions
 from latentfold.eval.cache import held_bytes
@@ -41,7 +41,7 @@ def measure_speed(
     repeats: int = REPEATS,
     decode_tokens: int = 16,
     seed: int = 0,
-    progress: bool = True,
+    progress: Progress = silent,
 ) -> tuple[SpeedPoint, ...]:
     """Median tokens per second for every context and batch.
 
@@ -86,13 +86,14 @@ def measure_speed(
             )
     points = list(dict.fromkeys(product(contexts, batches)))
     runs: list[dict[tuple[int, int], list[_Run] | None]] = [{point: [] for point in points} for _ in pair]
-    with tqdm(total=repeats * len(pair) * len(points), desc="measuring speed", unit="run", disable=not progress) as bar:
-        for _ in range(repeats):
-            for checkpoint, found in zip(pair, runs, strict=True):
-                with loaded(checkpoint, dtype, device) as model:
-                    for point in points:
-                        found[point] = _repeat(model, point, decode_tokens, seed, found[point])
-                        bar.update()
+    done, total = 0, repeats * len(pair) * len(points)
+    for _ in range(repeats):
+        for checkpoint, found in zip(pair, runs, strict=True):
+            with loaded(checkpoint, dtype, device) as model:
+                for point in points:
+                    found[point] = _repeat(model, point, decode_tokens, seed, found[point])
+                    done += 1
+                    progress("measuring speed", done, total, "runs")
     return tuple(_speed_point(point, decode_tokens, *(found[point] for found in runs)) for point in points)
 
 

@@ -13,12 +13,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("convert", "eval")
 
 FLOORS = (
-    ("convert.errors", "convert.attention"),
-    ("convert.model", "convert.text", "convert.calibrate", "convert.files"),
-    ("convert.source", "convert.families", "convert.factorize", "convert.config"),
+    ("convert.errors", "convert.dtypes", "convert.formats", "convert.progress"),
+    ("convert.attention", "convert.files"),
+    ("convert.model", "convert.text", "convert.calibrate"),
+    ("convert.source", "convert.families", "convert.factorize"),
     ("convert.targets", "convert.write"),
     ("convert.plan", "convert.verify", "eval"),
     ("convert.pipeline", "convert.publish"),
+    ("convert.api",),
     ("convert.cli", "convert"),
 )
 """Rooms, lowest first. A room may use what lies below it, and nothing on its own floor or above."""

@@ -1,16 +1,21 @@
-"""One layer's calibration: everything that is learned of it."""
+"""One layer's calibration: everything that is learned of it.
+
+Shape legend
+    T  tokens of a window    D  hidden size    n  rotary pairs of a head
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from latentfold.convert.attention.call import AttentionCall
 from latentfold.convert.attention.weights import AttentionWeights
-from latentfold.convert.calibrate.moments import LatentAccumulator
-from latentfold.convert.calibrate.probe import AttentionProbe, query_positions
+from latentfold.convert.calibrate.moments import LatentAccumulator, RopeAccumulator
+from latentfold.convert.calibrate.probe import AttentionProbe, Sampling, query_positions
 from latentfold.convert.calibrate.samples import AttentionSample, sample_count
 from latentfold.convert.calibrate.statistics import LatentStatistics, RopeStatistics
 
@@ -32,36 +37,50 @@ class CalibratedLayer:
     samples: list[AttentionSample]
 
 
-class LayerCalibration:
-    """Collects a `CalibratedLayer` from windows.
+def calibrate(
+    calls: Iterable[AttentionCall], weights: AttentionWeights, pairs: Tensor, shape: Sequence[int], sampling: Sampling
+) -> CalibratedLayer:
+    """Everything a conversion learns of one layer.
 
     Args:
+        calls: the layer's attention in each window, as `Visit.observe` gives it.
         weights: float32.  pairs: (n,) inverse frequencies.
         shape: how many windows of how many tokens will come.
-        queries: sampled for the statistics in each window.
-        seed: of the sampled positions.
+        sampling: which queries are looked at.
+
+    Raises:
+        RuntimeError: attention computes something else than `weights` say.
     """
+    windows, length = shape
+    probe, moments = AttentionProbe(weights, pairs), LatentAccumulator(weights, length)
+    count = sample_count(weights.q.shape[0] * weights.q.shape[1], windows)
+    samples = []
+    for call in calls:
+        seen = probe.sample(call, sampling)
+        moments.add(call.x, seen)
+        positions = query_positions(len(call.x), count, sampling.seed + call.window).to(call.x.device)
+        samples.append(AttentionSample.take(weights, call.x, call.stream, call.output, positions))
+    rope, latent = moments.result()
+    return CalibratedLayer(weights.to(torch.float64), pairs, rope, latent, samples)
 
-    def __init__(
-        self, weights: AttentionWeights, pairs: Tensor, shape: Sequence[int], *, queries: int, seed: int
-    ) -> None:
-        windows, length = shape
-        self.weights, self.pairs, self.queries, self.seed = weights, pairs, queries, seed
-        self.probe = AttentionProbe(weights, pairs)
-        self.moments = LatentAccumulator(weights, length)
-        self.count = sample_count(weights.q.shape[0] * weights.q.shape[1], windows)
-        self.samples: list[AttentionSample] = []
 
-    def add(self, window: int, x: Tensor, stream: Tensor, output: Tensor) -> None:
-        """One window: attention's normed input, the residual stream and attention's output, all (T, D)."""
-        seed = self.seed + window
-        seen = self.probe.sample(x, stream, self.queries, seed)
-        self.probe.check(seen, output)
-        self.moments.add(x, seen)
-        positions = query_positions(len(x), self.count, seed).to(x.device)
-        self.samples.append(AttentionSample.take(self.weights, x, stream, output, positions))
+def calibrate_rotation(
+    calls: Iterable[AttentionCall], weights: AttentionWeights, pairs: Tensor, length: int, sampling: Sampling
+) -> tuple[RopeStatistics, float]:
+    """What a layer's rotations are worth, and what relates a weighted error of scores to the attention output's power.
 
-    def result(self) -> CalibratedLayer:
-        """What was collected."""
-        rope, latent = self.moments.result()
-        return CalibratedLayer(self.weights.to(torch.float64), self.pairs, rope, latent, self.samples)
+    Args:
+        calls, weights, pairs, sampling: see `calibrate`.  length: tokens of a window.
+
+    Returns:
+        The statistics, and the factor by which an objective of `fit_slots` becomes a relative error of the output.
+    """
+    probe = AttentionProbe(weights, pairs)
+    heads, head_dim, _ = weights.q.shape
+    moments = RopeAccumulator(heads, len(weights.k), head_dim, length, weights.q.device)
+    power = 0.0
+    for call in calls:
+        seen = probe.sample(call, sampling)
+        moments.add(seen)
+        power += seen.output_power
+    return moments.result(), 0.5 * weights.scale**2 * moments.samples / max(power, 1e-300)

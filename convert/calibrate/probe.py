@@ -30,10 +30,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from latentfold.convert.attention.call import AttentionCall
 from latentfold.convert.attention.weights import AttentionWeights
 
 RECOMPUTED_TOLERANCE = 1e-3
 """Largest relative difference of attention recomputed here from the model's own, both in float32."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which queries of each window are looked at.
+
+    Attributes:
+        queries: positions in each window.
+        seed: of them, and of the random directions of equation (2).
+    """
+
+    queries: int = 128
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,9 +102,17 @@ class AttentionProbe:
         re, im = x[..., :n], x[..., n:]
         return torch.cat([re * cos - im * sin, im * cos + re * sin], dim=-1)
 
-    def sample(self, x: Tensor, stream: Tensor, count: int, seed: int) -> Sensitivity:
-        """Look at one sequence at `count` random positions; see `__call__`."""
-        return self(x, stream, query_positions(len(x), count, seed).to(x.device), seed)
+    def sample(self, call: AttentionCall, sampling: Sampling) -> Sensitivity:
+        """Look at one window at random positions.
+
+        Raises:
+            RuntimeError: the model's own module gave something else than the weights say: a family may be misdescribed.
+        """
+        seed = sampling.seed + call.window
+        positions = query_positions(len(call.x), sampling.queries, seed).to(call.x.device)
+        seen = self(call.x, call.stream, positions, seed)
+        self._check(seen, call.output)
+        return seen
 
     def __call__(self, x: Tensor, stream: Tensor, positions: Tensor, seed: int) -> Sensitivity:
         """Look at one sequence.
@@ -121,12 +143,7 @@ class AttentionProbe:
         influence = p * (direction @ v.mT - (direction * o).sum(-1, keepdim=True))
         return Sensitivity(positions, weight, queries, keys, values, p, omega, influence, added / factor[:, None])
 
-    def check(self, seen: Sensitivity, output: Tensor) -> None:
-        """Compare what was recomputed with what the model's own module gave, (T, D): a family may be misdescribed.
-
-        Raises:
-            RuntimeError: they differ.
-        """
+    def _check(self, seen: Sensitivity, output: Tensor) -> None:
         w = self.weights
         given = output[seen.positions] if w.o_bias is None else output[seen.positions] - w.o_bias
         given = given if w.output_gain is None else w.output_gain * given

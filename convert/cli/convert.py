@@ -95,25 +95,25 @@ def convert(
     """
     quiet_libraries()
     from latentfold.convert.cli.tables import conversion_summary, plan_table
-    from latentfold.convert.config import ConversionConfig
-    from latentfold.convert.pipeline.prepare import dry_run as plan_only
-    from latentfold.convert.pipeline.prepare import prepare
+    from latentfold.convert.pipeline.prepare import plan_only, prepare
     from latentfold.convert.pipeline.run import run
+    from latentfold.convert.plan.config import ConversionConfig
+    from latentfold.convert.progress import shown
     from latentfold.convert.publish.push import check_target
 
     if private and not repo_id:
         raise click.UsageError("--private is for --push")
-    config = ConversionConfig(source=model, output=out, calibration=calibration, progress=not quiet, **options)
+    config = ConversionConfig(source=model, output=out, calibration=calibration, **options)
     if repo_id:
         check_target(repo_id, private=private, token=config.token)
     if dry_run:
         click.echo(plan_table(plan_only(config)))
         return
-    plan, tokenizer, windows = prepare(config)
+    job = prepare(config)
     if not quiet:
-        for notice in plan.notices:
+        for notice in job.plan.notices:
             click.echo(f"Note: {notice}", err=True)
-    result = run(config, plan, tokenizer, windows)
+    result = run(job, shown(not quiet))
     if not quiet:
         click.echo(conversion_summary(model, result), err=True)
     click.echo(str(result.path))

@@ -97,6 +97,7 @@ def evaluate(
     from latentfold.convert.write.recipe import RECIPE, read_recipe
     from latentfold.eval.comparison import evaluate as compare
     from latentfold.eval.comparison import save
+    from latentfold.eval.options import EvaluationConfig
     from latentfold.eval.records import EVALUATION
     from latentfold.eval.report.markdown import markdown
 
@@ -112,7 +113,8 @@ def evaluate(
         check_writable("to keep the result (else pass --no-save),", str(folder / EVALUATION))
     options["continuations"] |= full or bool(options["prompts"])
     options["speed"] |= full
-    found = compare(original, converted, progress=not quiet, command=_command(), **options)
+    config = EvaluationConfig(**options)
+    found = compare(original, converted, config, progress=not quiet, command=_command())
     if not no_save:
         save(found, folder)
     data = json.dumps(found.to_dict(), indent=2)

@@ -38,10 +38,9 @@ def inspect(
     quiet_libraries()
     from dataclasses import asdict
 
+    from latentfold.convert.api import estimate_sizes
     from latentfold.convert.cli.tables import estimates_table, inspection_table
-    from latentfold.convert.config import ConversionConfig
     from latentfold.convert.errors import InputError
-    from latentfold.convert.pipeline.estimate import estimate_sizes
     from latentfold.convert.plan.inspection import inspect_model
 
     if calibration and not calibrate:
@@ -49,9 +48,7 @@ def inspect(
     found = inspect_model(model, revision=revision, token=token)
     estimates = []
     if calibrate:
-        estimates = estimate_sizes(
-            ConversionConfig(model, None, revision=revision, token=token, calibration=calibration)
-        )
+        estimates = estimate_sizes(model, revision=revision, token=token, calibration=calibration)
     if as_json:
         data = found.to_dict() | {"estimates": [asdict(size) for size in estimates] if calibrate else None}
         click.echo(json.dumps(data, indent=2))

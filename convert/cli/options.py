@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,13 +32,30 @@ def user_errors(command: Callable[..., Any]) -> Callable[..., Any]:
             message = str(error)
             if isinstance(error, OSError) and error.filename is not None:
                 message = f"{error.filename}: {error.strerror}"
-            click.echo("Error: " + " ".join(message.split()), err=True)
+            click.echo("Error: " + with_flags(" ".join(message.split())), err=True)
             sys.exit(DATA_ERRORS)
         except KeyboardInterrupt:
             click.echo("\nInterrupted. convert and push continue where they stopped when they are repeated.", err=True)
             sys.exit(130)
 
     return wrapped
+
+
+def with_flags(message: str) -> str:
+    """A message with options spelled as the current command has them: `--kv-rank 0: expected ...`.
+
+    A name with an underscore is an option wherever it stands; one that is also a word (`seed`, `token`) where the
+    message begins with it, says to pass it, or has it in backticks.
+    """
+    context = click.get_current_context(silent=True)
+    for option in context.command.params if context else ():
+        if isinstance(option, click.Option) and option.name is not None:
+            name, flag = option.name, max(option.opts, key=len)
+            message = re.sub(rf"`{name}( [^`]*)?`", rf"{flag}\1", message)
+            anywhere = rf"(?<![\w/.-]){name}(?![\w/.-])"
+            asked = rf"^{name}(?= .*: |: )|(?<=pass ){name}\b|(?<=pass another ){name}\b"
+            message = re.sub(anywhere if "_" in name else asked, flag, message)
+    return message
 
 
 def quiet_libraries() -> None:

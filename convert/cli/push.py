@@ -40,8 +40,8 @@ def push(out: str, repo_id: str, dry_run: bool, allow_unevaluated: bool, quiet: 
     import torch
     from huggingface_hub.utils import disable_progress_bars, logging
 
-    from latentfold.convert.cli.tables import size
     from latentfold.convert.errors import InputError
+    from latentfold.convert.formats import size
     from latentfold.convert.publish import push as hub
     from latentfold.convert.publish.card import current_evaluation, read_card, write_card
     from latentfold.convert.publish.files import check_files, files_to_push
@@ -64,7 +64,7 @@ def push(out: str, repo_id: str, dry_run: bool, allow_unevaluated: bool, quiet: 
     if not evaluated and not allow_unevaluated:
         found = f"{EVALUATION} is of other weights" if (folder / EVALUATION).exists() else f"no {EVALUATION}"
         raise InputError(f"{out}: {found}; run latentfold eval, or pass --allow-unevaluated")
-    check_probe(folder, recipe, torch.device("cpu"))
+    check_probe(folder, recipe.check.probe, torch.device("cpu"))
     card = read_card(folder) if dry_run else write_card(folder)
     files = files_to_push(folder, recipe)
     if not evaluated:  # what speaks of other weights stays here

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from latentfold.convert.attention.sizes import Sizes, uniform
+from latentfold.convert.dtypes import dtype_name
+from latentfold.convert.formats import size
 from latentfold.convert.pipeline.estimate import SizeEstimate
 from latentfold.convert.pipeline.run import ConversionResult
 from latentfold.convert.plan.inspection import Inspection
 from latentfold.convert.plan.plan import ConversionPlan
 from latentfold.convert.plan.sizes import Proposal
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _rows(rows: list[tuple[str, str]]) -> str:
@@ -89,40 +85,59 @@ def estimates_table(estimates: list[SizeEstimate]) -> str:
 def plan_table(plan: ConversionPlan) -> str:
     """The output of `latentfold convert --dry-run`."""
     files = plan.shards.filename_to_tensors
+    target = plan.target
     rows = [
         ("source", f"{plan.checkpoint.name} ({plan.config.model_type}, {plan.shape.num_layers} layers)"),
-        ("sizes", f"--kv-rank {plan.kv_rank} --rope-dim {plan.rope_dim}"),
-        ("cache", f"{plan.cache_values} of {plan.shape.cache_values} values per token and layer"),
-        ("stored as", f"{str(plan.dtype).removeprefix('torch.')}, {size(plan.nbytes)} in {len(files)} file(s)"),
-        ("target", plan.target.name),
+        ("sizes", _sizes(plan.sizes)),
+        ("cache", _per_layer(plan.cache_values, plan.shape.num_layers)),
+        ("stored as", f"{dtype_name(target.dtype)}, {size(plan.nbytes)} in {len(files)} file(s)"),
+        ("target", target.name),
     ]
-    if plan.target.residual != 1.0:
-        scale = f"{plan.target.residual:g} (rms_norm_eps {plan.config.rms_norm_eps:.2g} becomes 1e-6)"
+    if target.residual != 1.0:
+        scale = f"{target.residual:g} (rms_norm_eps {plan.config.rms_norm_eps:.2g} becomes 1e-6)"
         rows.append(("residual scale", scale))
     rows += [("  " + file, f"{len(names)} tensors") for file, names in files.items()]
     rows += [("note", notice) for notice in plan.notices]
     return _rows(rows)
 
 
+def _sizes(sizes: Sizes) -> str:
+    """`--kv-rank 96 --rope-dim 32`, or how many layers have which size."""
+    if (one := uniform(sizes)) is not None:
+        return f"--kv-rank {one.kv_rank} --rope-dim {one.rope_dim}"
+    counts = Counter(sizes)
+    left = counts.pop(None, 0)
+    parts = [f"{found} in {count} layers" for found, count in counts.items()]
+    return ", ".join(parts + ([f"{left} layers as they are"] if left else []))
+
+
+def _per_layer(cached: tuple[int, int], layers: int) -> str:
+    """Values cached before and after, on average where layers differ."""
+    before, after = cached
+    return f"{after / layers:g} of {before / layers:g} values per token and layer"
+
+
 def conversion_summary(source: str, result: ConversionResult) -> str:
     """What `latentfold convert` says at the end of converting `source`."""
-    r = result.recipe
-    layers = r["layers"]
-    total = [layer["output"] for layer in layers]
-    worst = max(range(len(total)), key=lambda i: total[i])
-    ladder = r["ladder"]["rope_parameters"]
-    cache, parameters = r["cache_values"], r["parameters"]
+    recipe = result.recipe
+    errors = {layer: found.output for layer, found in enumerate(recipe.layers) if found is not None}
+    worst = max(errors, key=lambda layer: errors[layer])
+    parameters, cache = recipe.parameters, recipe.cache_values
     return _rows(
         [
-            ("cache", f"{cache['source']} -> {cache['converted']} values per token and layer"),
-            ("parameters", f"{parameters['source'] / 1e6:.1f} M -> {parameters['converted'] / 1e6:.1f} M"),
-            ("rope", _rope(ladder) + f" (expected rotation error {r['ladder']['expected_rotation_error']:.3f})"),
+            ("cache", _per_layer((cache.source, cache.converted), len(recipe.sizes))),
+            ("parameters", f"{parameters.source / 1e6:.1f} M -> {parameters.converted / 1e6:.1f} M"),
+            (
+                "rope",
+                f"{_rope(recipe.ladder.rope_parameters)} "
+                f"(expected rotation error {recipe.ladder.expected_rotation_error:.3f})",
+            ),
             (
                 "expected error",
-                f"{sum(total) / len(total):.3f} of the attention output's power on average, "
-                f"{total[worst]:.3f} in layer {worst}",
+                f"{sum(errors.values()) / len(errors):.3f} of the attention output's power on average, "
+                f"{errors[worst]:.3f} in layer {worst}",
             ),
-            ("reload check", f"logits equal to {r['check']['reload_logit_difference']:.0e}"),
+            ("reload check", f"logits equal to {recipe.check.reload_logit_difference:.0e}"),
             ("next", f"latentfold eval {source} {result.path}"),
         ]
     )

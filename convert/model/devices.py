@@ -20,5 +20,5 @@ def resolve_device(name: str) -> torch.device:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
         reason = str(error).splitlines()[0].split(". ")[0][:150]
-        raise InputError(f"--device {name}: not available here ({reason})") from error
+        raise InputError(f"device {name}: not available here ({reason})") from error
     return device

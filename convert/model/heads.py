@@ -85,21 +85,22 @@ AttentionInterface.register(ATTENTION, _equal_heads_sdpa)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def attention_of(layer: nn.Module) -> nn.Module:
-    """A decoder layer's attention module, whatever its family calls it."""
-    return next(module for module in layer.children() if "Attention" in type(module).__name__)
-
-
 @torch.no_grad()
-def attention_inputs(layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one layer: its output, attention's normed input x, and attention's output, all (B, T, D)."""
+def attention_inputs(
+    layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any], attention: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run one layer: its output, attention's normed input x, and attention's output, all (B, T, D).
+
+    Args:
+        attention: name of the attention module within the layer.
+    """
     seen: list[Tensor] = []
 
     def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
         seen.append(output[0])
 
-    handle = attention_of(layer).register_forward_hook(note, with_kwargs=True)
+    handle = layer.get_submodule(attention).register_forward_hook(note, with_kwargs=True)
     try:
         output = layer(hidden, **kwargs)
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -38,7 +38,8 @@ class HasShape(Protocol):
 class TensorReader(Protocol):
     """Anything that gives tensors by name, as `source.Checkpoint` does; `headers` has the names that are known."""
 
-    headers: Mapping[str, Any]
+    @property
+    def headers(self) -> Mapping[str, Any]: ...
 
     def tensor(self, name: str) -> Tensor: ...
 
@@ -210,17 +211,22 @@ class StreamedModel:
             setattr(self.decoder, self._attribute, self._layers)
 
     @torch.no_grad()
-    def begin(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, list[dict[str, Any]]]:
-        """Embed (B, T) tokens: the first layer's input (B, T, D) and each layer's keyword arguments.
+    def begin(self, windows: Iterable[Tensor], cache: Any = None) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
+        """Embed windows of tokens, each (T,): inputs of the first layer (1, T, D), and each layer's keyword arguments.
 
-        The arguments depend on B and T only, so those of one batch serve all batches of that shape.
+        The arguments depend on T only: windows of one length share them.
         """
         recorders = [_Recorder(layer) for layer in self._layers]
+        streams: list[Tensor] = []
+        kwargs: list[list[dict[str, Any]]] = []
+        by_length: dict[int, list[dict[str, Any]]] = {}
         with self._outside(recorders, self.decoder):
-            self.decoder(input_ids=tokens.to(self.device), cache=cache, use_cache=cache is not None)
-        first = recorders[0].hidden
-        assert first is not None
-        return first, [recorder.kwargs for recorder in recorders]
+            for row in windows:
+                self.decoder(input_ids=row[None].to(self.device), cache=cache, use_cache=cache is not None)
+                assert recorders[0].hidden is not None
+                streams.append(recorders[0].hidden)
+                kwargs.append(by_length.setdefault(len(row), [recorder.kwargs for recorder in recorders]))
+        return streams, kwargs
 
     @contextmanager
     def head(self) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -240,16 +246,6 @@ class StreamedModel:
 
         with self._outside(recorders, self.model, unused=self.model.get_input_embeddings()):
             yield logits
-
-    @torch.no_grad()
-    def logits(self, tokens: Tensor) -> Tensor:
-        """(B, T) tokens to (B, T, V) logits, layer by layer."""
-        hidden, kwargs = self.begin(tokens)
-        for index in range(self.num_layers):
-            with self.layer(index) as layer:
-                hidden = layer(hidden, **kwargs[index])
-        with self.head() as head:
-            return head(hidden)
 
 
 def find_layers(model: Any) -> tuple[str, nn.ModuleList]:

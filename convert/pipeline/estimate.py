@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
-
-from latentfold.convert.calibrate.layer import LayerCalibration
-from latentfold.convert.config import ConversionConfig
+from latentfold.convert.attention.sizes import LayerSize
+from latentfold.convert.calibrate.layer import calibrate
 from latentfold.convert.factorize.layer import convert_layer
 from latentfold.convert.families.reading import layer_attention
 from latentfold.convert.model.shape import ModelShape
-from latentfold.convert.model.streamed import StreamedModel
-from latentfold.convert.model.walk import observe
-from latentfold.convert.pipeline.prepare import prepare
-from latentfold.convert.plan.plan import ConversionPlan
+from latentfold.convert.model.walk import Walk
+from latentfold.convert.pipeline.prepare import Job
 from latentfold.convert.plan.sizes import usual_rope_dim
-
-if TYPE_CHECKING:
-    from latentfold.convert.text.windows import Windows
-
+from latentfold.convert.progress import Progress
 
 LAYERS = 5
 
@@ -53,68 +45,40 @@ class SizeEstimate:
     hopeless: bool
 
 
-def survey(
-    model: StreamedModel,
-    plan: ConversionPlan,
-    windows: Windows,
-    config: ConversionConfig,
-    sizes: Sequence[tuple[int, int]],
-) -> list[SizeEstimate]:
-    """Convert a few evenly spaced layers at each (kv_rank, rope_dim) and look at samples left out.
+def survey(job: Job, sizes: Sequence[LayerSize], progress: Progress) -> list[SizeEstimate]:
+    """Convert a few evenly spaced layers at each size and look at samples left out.
 
     Every size uses its most promising ladder (of the stock class: the source's theta); a conversion's search can only
     find a better one.
     """
-    tokens = windows.tokens[:WINDOWS]
-    steps = min(LAYERS, model.num_layers)
-    chosen = {round((i + 0.5) * model.num_layers / steps - 0.5) for i in range(steps)}
-    targets = [plan.target_of(kv_rank, rope_dim) for kv_rank, rope_dim in sizes]
+    plan, model = job.plan, job.model
+    tokens = job.windows.tokens[:WINDOWS]
+    layers = plan.target.converted
+    steps = min(LAYERS, len(layers))
+    chosen = {layers[round((i + 0.5) * len(layers) / steps - 0.5)] for i in range(steps)}
+    targets = [plan.at(size).target for size in sizes]
     totals = [0.0] * len(sizes)
-
-    class LayerObserver(LayerCalibration):
-        index: int
-
-        def finish(self) -> None:
-            layer = self.result()
-            for i, ((kv_rank, _), target) in enumerate(zip(sizes, targets, strict=True)):
-                slots = target.candidates(self.index, layer.rope, layer.pairs)[0].frequencies.to(model.device)
-                totals[i] += convert_layer(layer, slots, kv_rank).predicted_error["output"] / len(chosen)
-
-    def visit(index: int) -> LayerObserver | None:
-        if index not in chosen:
-            return None
-        observer = LayerObserver(
-            *layer_attention(model, plan.family, plan.shape, index),
-            tokens.shape,
-            queries=config.queries,
-            seed=config.seed,
-        )
-        observer.index = index
-        return observer
-
-    observe(model, tokens, visit, description="sizes", progress=config.progress)
+    for visit in Walk(model, tokens, progress=progress, stage="sizes"):
+        if visit.index not in chosen:
+            continue
+        weights, pairs = layer_attention(model, plan.family, plan.shape, visit.index)
+        calls = visit.observe(plan.family.attention)
+        layer = calibrate(calls, weights, pairs, tokens.shape, plan.request.sampling)
+        for i, (size, target) in enumerate(zip(sizes, targets, strict=True)):
+            slots = target.candidates(visit.index, layer.rope, layer.pairs)[0].frequencies.to(model.device)
+            converted, _ = convert_layer(layer, size.kv_rank, frequencies=slots)
+            totals[i] += converted.predicted_error["output"] / len(chosen)
     return [
-        SizeEstimate(kv_rank, rope_dim, (kv_rank + rope_dim) / plan.shape.cache_values, error, error > HOPELESS)
-        for (kv_rank, rope_dim), error in zip(sizes, totals, strict=True)
+        SizeEstimate(size.kv_rank, size.rope_dim, size.values / plan.shape.cache_values, error, error > HOPELESS)
+        for size, error in zip(sizes, totals, strict=True)
     ]
 
 
-def usual_sizes(shape: ModelShape) -> list[tuple[int, int]]:
-    """(kv_rank, rope_dim) for a range of caches, smallest first."""
+def usual_sizes(shape: ModelShape) -> list[LayerSize]:
+    """Sizes for a range of caches, smallest first."""
     found = []
     for share in CACHE_SHARES:
         values = round(share * shape.cache_values)
         rope_dim = usual_rope_dim(shape, values)
-        found.append((values - rope_dim, rope_dim))
-    return [(rank, rope_dim) for rank, rope_dim in found if max(1, rope_dim // 2) <= rank <= shape.max_kv_rank]
-
-
-def estimate_sizes(config: ConversionConfig) -> list[SizeEstimate]:
-    """What a range of sizes would cost, smallest cache first: a short pass over text, nothing written.
-
-    Raises:
-        InputError: see `prepare`.
-    """
-    plan, _, windows = prepare(config)
-    model = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
-    return survey(model, plan, windows, config, usual_sizes(plan.shape))
+        found.append(LayerSize(values - rope_dim, rope_dim))
+    return [size for size in found if max(1, size.rope_dim // 2) <= size.kv_rank <= shape.max_kv_rank]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from latentfold.convert.config import ConversionConfig
+import torch
+
+from latentfold.convert.model.streamed import StreamedModel
+from latentfold.convert.plan.config import ConversionConfig
 from latentfold.convert.plan.plan import ConversionPlan, make_plan
+from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.source.hub import download, with_headers
 from latentfold.convert.source.opening import open_checkpoint
 from latentfold.convert.source.streamed import stream
@@ -15,46 +22,82 @@ from latentfold.convert.text.windows import Windows, make_windows
 from latentfold.convert.write.output import check_output
 
 
-def prepare(config: ConversionConfig) -> tuple[ConversionPlan, Any, Windows]:
+@dataclass(frozen=True)
+class Job:
+    """A conversion that can begin.
+
+    Attributes:
+        plan: what will be written.
+        tokenizer: the source's.
+        windows: calibration tokens.
+    """
+
+    plan: ConversionPlan
+    tokenizer: Any
+    windows: Windows
+
+    @cached_property
+    def model(self) -> StreamedModel:
+        """The source, to be run layer by layer."""
+        plan = self.plan
+        return StreamedModel(plan.checkpoint, plan.config, torch.float32, plan.request.torch_device)
+
+
+def plan_only(config: ConversionConfig) -> ConversionPlan:
+    """The plan of a conversion; of a Hub model only config.json and file headers are fetched.
+
+    Raises:
+        InputError: for anything that would fail or give a wrong model later.
+    """
+    if config.calibration:
+        read_documents(config.calibration)
+    return _plan(config)
+
+
+def _plan(config: ConversionConfig) -> ConversionPlan:
+    checkpoint = open_checkpoint(config.source, revision=config.revision, token=config.token)
+    if config.output is not None:
+        needed = [Path(file) for file in config.calibration]
+        check_output(config.output, checkpoint.folder, overwrite=config.overwrite, needed=needed)
+    if checkpoint.revision is not None:
+        make_plan(config, checkpoint)  # refuse by config.json before file headers are asked for
+    return make_plan(config, with_headers(checkpoint, config.token))
+
+
+def prepare(config: ConversionConfig) -> Job:
     """Check everything and fetch the source; nothing is written to the output yet.
 
     Raises:
-        InputError: see `make_plan`; also calibration text that is missing, empty or too short.
+        InputError: see `plan_only`; also calibration text that is missing, empty or too short.
     """
-    checkpoint = open_checkpoint(config.source, revision=config.revision, token=config.token)
-    check_output(config, checkpoint)
-    plan = make_plan(config, checkpoint)  # refuse by config.json before anything else is read or downloaded
-    make_plan(config, with_headers(checkpoint, config.token))  # and by file headers, before the weights are
     documents = read_documents(config.calibration) if config.calibration else default_calibration()
-    checkpoint = download(checkpoint, token=config.token, weights=False)
+    plan = _plan(config)
+    checkpoint = download(plan.checkpoint, token=config.token, weights=False)
     load_generation_config(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
     windows = make_windows(
         documents,
-        tokenizer := load_tokenizer(checkpoint),
+        tokenizer,
         length=plan.seq_len,
         count=config.calibration_tokens // plan.seq_len,
         purpose="calibration",
         vocab_size=plan.shape.vocab_size,
     )
+    plan = _with_weights(plan, checkpoint)
+    plan.checkpoint.check_values(plan.target.expected)
+    return Job(plan, tokenizer, windows)
+
+
+def _with_weights(plan: ConversionPlan, checkpoint: Checkpoint) -> ConversionPlan:
+    """The plan once the source's weights are here, or come when they are wanted."""
+    config = plan.request
     if config.stream:
         checkpoint = stream(checkpoint, config.token)
+    elif checkpoint.revision is None:
+        return plan
     else:
         checkpoint = download(checkpoint, token=config.token)
         checkpoint.read_headers()
-    plan = make_plan(config, checkpoint)
-    checkpoint.check_values(plan.target.expected)
-    return plan, tokenizer, windows
-
-
-def dry_run(config: ConversionConfig) -> ConversionPlan:
-    """The plan of a conversion; of a Hub model only config.json and file headers are fetched.
-
-    Raises:
-        InputError: see `make_plan`.
-    """
-    if config.calibration:
-        read_documents(config.calibration)
-    checkpoint = open_checkpoint(config.source, revision=config.revision, token=config.token)
-    check_output(config, checkpoint)
-    make_plan(config, checkpoint)
-    return make_plan(config, with_headers(checkpoint, config.token))
+    if checkpoint.headers != plan.checkpoint.headers:  # offline there were none, on the Hub's word others
+        return make_plan(config, checkpoint)
+    return replace(plan, checkpoint=checkpoint, target=replace(plan.target, checkpoint=checkpoint))

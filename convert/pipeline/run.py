@@ -8,28 +8,24 @@ another's error.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from latentfold.convert.config import ConversionConfig
+from latentfold.convert.attention.sizes import LayerSize
 from latentfold.convert.files import replace_text
-from latentfold.convert.model.streamed import StreamedModel
 from latentfold.convert.pipeline.estimate import SizeEstimate, survey
 from latentfold.convert.pipeline.ladders import score_ladders
-from latentfold.convert.pipeline.layers import _copies, write_layers
-from latentfold.convert.pipeline.prepare import prepare
-from latentfold.convert.pipeline.record import finished_recipe, starting_recipe
+from latentfold.convert.pipeline.layers import copies, write_layers
+from latentfold.convert.pipeline.prepare import Job
+from latentfold.convert.pipeline.record import beginnings, recipe
 from latentfold.convert.pipeline.small_files import write_small_files
-from latentfold.convert.plan.plan import ConversionPlan, make_plan
-from latentfold.convert.plan.sizes import candidate_splits
+from latentfold.convert.progress import Progress
 from latentfold.convert.source.licence import copy_legal_files
-from latentfold.convert.text.windows import Windows
-from latentfold.convert.verify.reloaded import RELOAD_TOLERANCE, probe_record, reload_difference
+from latentfold.convert.targets.target import Ladder
+from latentfold.convert.verify.reloaded import RELOAD_TOLERANCE, probe_of, reload_difference
 from latentfold.convert.verify.written import MemoryTarget
-from latentfold.convert.write.recipe import RECIPE
+from latentfold.convert.write.recipe import RECIPE, CheckRecord, Recipe, read_recipe
 from latentfold.convert.write.writer import CheckpointWriter
 
 
@@ -43,86 +39,97 @@ class ConversionResult:
     """
 
     path: Path
-    recipe: dict[str, Any]
+    recipe: Recipe
 
 
-def convert_checkpoint(source: str, output: str, **options: Any) -> ConversionResult:
-    """Convert an MHA/GQA checkpoint to MLA.
-
-    Args:
-        source: folder or Hub id.
-        output: folder to write.
-        **options: any other field of `ConversionConfig`.
-
-    Returns:
-        The path and the recipe (also in the folder's latentfold.json).
+def run(job: Job, progress: Progress) -> ConversionResult:
+    """Do the work of a prepared conversion; continues an interrupted run of the same recipe.
 
     Raises:
-        InputError: anything about the input that stands in the way; nothing has been written.
+        InputError: the output holds an interrupted run of other options.
         RuntimeError: attention computes something else than its family's description says, or the written checkpoint
             does not give the logits of the tensors it was written from; nothing is left looking finished.
-
-    Example:
-        >>> convert_checkpoint("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-mla", kv_rank=96, rope_dim=32)
     """
-    config = ConversionConfig(source=source, output=output, **options)
-    plan, tokenizer, windows = prepare(config)
-    return run(config, plan, tokenizer, windows)
-
-
-def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows: Windows) -> ConversionResult:
-    """Do the work of a prepared conversion; continues an interrupted run of the same recipe."""
-    model = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
-    estimates: list[SizeEstimate] = []
-    if candidates := candidate_splits(config, plan.shape):
-        sizes = _interrupted_sizes(config)
-        if sizes is None:
-            estimates = survey(model, plan, windows, config, candidates)
-            cheapest = min(estimates, key=lambda size: size.expected_error)
-            sizes = cheapest.kv_rank, cheapest.rope_dim
-        if sizes in candidates:  # else the writer refuses an interrupted run of other options
-            divided = replace(config, kv_rank=sizes[0], rope_dim=sizes[1], cache_values=None, cache_ratio=None)
-            plan = make_plan(divided, plan.checkpoint)
-    recipe = starting_recipe(config, plan, windows)
-    key = recipe | {"source_files": plan.checkpoint.stamps()}
-    writer = CheckpointWriter(config.output_path, plan.tensors, plan.shards, key, overwrite=config.overwrite)
+    out = job.plan.request.output_path
+    job, estimates = _sized(job, progress)
+    start = beginnings(job.plan, job.windows)
+    key = asdict(start) | {"source_files": job.plan.checkpoint.stamps()}
+    overwrite = job.plan.request.overwrite
+    writer = CheckpointWriter(out, job.plan.tensors, job.plan.shards, key, overwrite=overwrite)
     if writer.moving:
         writer.finish()
-        return ConversionResult(config.output_path, json.loads((config.output_path / RECIPE).read_text("utf-8")))
+        return ConversionResult(out, read_recipe(out))
     if estimates:
         writer.write("split", {}, [asdict(size) for size in estimates])
+    chosen = _ladders(job, writer, progress)
+    if not writer.done("outer"):
+        writer.write("outer", copies(job.plan, job.plan.target.outer()))
+    request = job.plan.request
+    target = MemoryTarget(job.plan.target, chosen, writer, device=request.torch_device, seed=request.seed)
+    write_layers(job, chosen, writer, target, progress)
+    write_small_files(job.plan, chosen, job.tokenizer, writer.folder)
+    copy_legal_files(job.plan.checkpoint.folder, writer.folder)
+    writer.write_index()
+    check = _checked(job, writer, target)
+    found = recipe(start, job.plan, chosen, writer.records, check, writer.hashes())
+    replace_text(writer.folder / RECIPE, json.dumps(found.to_dict(), indent=2) + "\n")
+    writer.finish()
+    return ConversionResult(out, found)
+
+
+def _sized(job: Job, progress: Progress) -> tuple[Job, list[SizeEstimate]]:
+    """The job at the size that a survey finds best, where one was left to choose."""
+    plan = job.plan
+    if not plan.candidates:
+        return job, []
+    estimates: list[SizeEstimate] = []
+    size = _interrupted_size(job)
+    if size is None:
+        estimates = survey(job, plan.candidates, progress)
+        cheapest = min(estimates, key=lambda size: size.expected_error)
+        size = LayerSize(cheapest.kv_rank, cheapest.rope_dim)
+    if size in plan.candidates:  # else the writer refuses an interrupted run of other options
+        job = replace(job, plan=plan.at(size))
+    return job, estimates
+
+
+def _interrupted_size(job: Job) -> LayerSize | None:
+    """The size of an interrupted run that is to be continued: no second survey, nor one before a refusal."""
+    request = job.plan.request
+    key = CheckpointWriter.interrupted_key(request.output_path)
+    if key is None or request.overwrite:
+        return None
+    return LayerSize(key["options"]["kv_rank"], key["options"]["rope_dim"])
+
+
+def _ladders(job: Job, writer: CheckpointWriter, progress: Progress) -> Mapping[str, Ladder]:
+    """The ladder of each kind of layer, as pass 1 finds it now or found it in an interrupted run."""
     if not writer.done("ladder"):
-        found = score_ladders(model, plan, windows, config)
+        found = score_ladders(job, progress)
         record = {
             kind: [(ladder.data, str(ladder), score) for ladder, score in scored] for kind, scored in found.items()
         }
         writer.write("ladder", {}, record)
-    chosen = {kind: plan.target.ladder(kind, scored[0][0]) for kind, scored in writer.records["ladder"].items()}
-    if not writer.done("outer"):
-        writer.write("outer", _copies(plan, plan.target.outer()))
-    target = MemoryTarget(plan.target, chosen, writer, device=config.torch_device, seed=config.seed)
-    write_layers(model, plan, chosen, windows, config, writer, target)
+    target = job.plan.target
+    return {kind: target.ladder(kind, scored[0][0]) for kind, scored in writer.records["ladder"].items()}
+
+
+def _checked(job: Job, writer: CheckpointWriter, target: MemoryTarget) -> CheckRecord:
+    """What the written checkpoint is held to.
+
+    Raises:
+        RuntimeError: reloaded, it gives other logits than its tensors gave when they were written.
+    """
     logits = target.logits()
-    recipe = finished_recipe(recipe, plan, chosen, writer)
-    write_small_files(plan, chosen, tokenizer, writer.folder)
-    copy_legal_files(plan.checkpoint.folder, writer.folder)
-    writer.write_index()
-    difference = reload_difference(writer.folder, target.tokens, logits, config.torch_device)
+    difference = reload_difference(writer.folder, target.tokens, logits, job.plan.request.torch_device)
     if not difference <= RELOAD_TOLERANCE:
         raise RuntimeError(
-            f"{config.output}: reloaded logits differ from those of the written tensors by {difference:.1e} "
+            f"{writer.out}: reloaded logits differ from those of the written tensors by {difference:.1e} "
             f"(allowed {RELOAD_TOLERANCE:.0e}); the checkpoint was not finished"
         )
-    recipe["check"] |= {"reload_logit_difference": difference, "probe": probe_record(target.tokens, logits)}
-    recipe["files"] = writer.hashes()
-    replace_text(writer.folder / RECIPE, json.dumps(recipe, indent=2) + "\n")
-    writer.finish()
-    return ConversionResult(config.output_path, recipe)
-
-
-def _interrupted_sizes(config: ConversionConfig) -> tuple[int, int] | None:
-    """(kv_rank, rope_dim) of an interrupted run that is to be continued: no second survey, nor one before a refusal."""
-    key = CheckpointWriter.interrupted_key(config.output_path)
-    if key is None or config.overwrite:
-        return None
-    return key["options"]["kv_rank"], key["options"]["rope_dim"]
+    layers = [writer.records[f"layer {i}"] for i in job.plan.target.converted]
+    return CheckRecord(
+        largest_layout_error=max(layer["layout_error"] for layer in layers),
+        reload_logit_difference=difference,
+        probe=probe_of(target.tokens, logits),
+    )

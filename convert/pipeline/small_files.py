@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from latentfold.convert.targets.target import Ladder
 from latentfold.convert.text.windows import tokenize
 
 
-def write_small_files(plan: ConversionPlan, chosen: dict[str, Ladder], tokenizer: Any, folder: Path) -> None:
+def write_small_files(plan: ConversionPlan, chosen: Mapping[str, Ladder], tokenizer: Any, folder: Path) -> None:
     """Tokenizer, generation config, config.json and the model's code, where it is ours.
 
     Raises:

@@ -78,7 +78,7 @@ def inspect_model(name: str, *, revision: str | None = None, token: str | None =
         cache_bytes={tokens: shape.cache_bytes(tokens, width) for tokens in CONTEXTS},
         convertible=verdict.family is not None,
         reasons=verdict.reasons,
-        not_portable=verdict.not_portable,
+        not_portable=verdict.refusals.get("deepseek", ()),
         proposal=propose_sizes(shape) if verdict.family is not None else None,
     )
 

@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 
-from latentfold.convert.config import OUTPUT_DTYPES, PORTABLE_DTYPES, ConversionConfig
+from latentfold.convert.attention.sizes import LayerSize
+from latentfold.convert.dtypes import DTYPES, dtype_name
 from latentfold.convert.errors import InputError
 from latentfold.convert.families.family import Family
 from latentfold.convert.model.shape import ModelShape, first_context, model_shape
+from latentfold.convert.plan.config import ConversionConfig
 from latentfold.convert.plan.sizes import candidate_splits, check_sizes, propose_sizes
 from latentfold.convert.plan.support import choose_target, judge
 from latentfold.convert.plan.tensors import check_tensors
 from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.source.config import read_config
-from latentfold.convert.targets.deepseek.target import PortableTarget
-from latentfold.convert.targets.native.target import NativeTarget
-from latentfold.convert.targets.target import Target
+from latentfold.convert.targets.registry import TARGETS, TargetEntry
+from latentfold.convert.targets.target import Conversion
 from latentfold.convert.write.tensors import TensorPlan
 
 SAVING_WORTH = 0.9
@@ -31,44 +32,58 @@ class ConversionPlan:
     """A conversion that nothing known beforehand stands against.
 
     Attributes:
+        request: what was asked for.
         checkpoint: the source.
         config: its transformers config.
         family, shape: what it is.
-        kv_rank, rope_dim: sizes of the result.
         seq_len: tokens of a calibration window.
-        dtype: stored dtype.
-        target: the format of the result.
-        tensors: every output tensor in the order it is written.
-        shards: which file holds which.
+        target: the format of the result, with its sizes and dtype.
+        candidates: sizes to choose from by a survey, where only the number of cached values was given.
+        shards: which file will hold which tensor.
         notices: what the user should know before it starts.
     """
 
+    request: ConversionConfig
     checkpoint: Checkpoint
     config: Any
     family: Family
     shape: ModelShape
-    kv_rank: int
-    rope_dim: int
     seq_len: int
-    dtype: torch.dtype
-    target: PortableTarget | NativeTarget
-    tensors: dict[str, TensorPlan]
+    target: Conversion
+    candidates: tuple[LayerSize, ...]
     shards: StateDictSplit
     notices: tuple[str, ...]
 
     @property
-    def nbytes(self) -> int:
-        """Size of the weights to be written."""
-        return sum(t.nbytes for t in self.tensors.values())
+    def sizes(self) -> tuple[LayerSize | None, ...]:
+        """What each layer of the result caches per token; None for one that is left as it is."""
+        return self.target.sizes
 
     @property
-    def cache_values(self) -> int:
-        """Values the result caches per token and layer."""
-        return self.kv_rank + self.rope_dim
+    def tensors(self) -> dict[str, TensorPlan]:
+        """Every output tensor in the order it is written."""
+        return _tensors(self.target)
 
-    def target_of(self, kv_rank: int, rope_dim: int) -> Target:
-        """The same format at another size."""
-        return replace(self.target, kv_rank=kv_rank, rope_dim=rope_dim)
+    @property
+    def nbytes(self) -> int:
+        """Size of the weights to be written."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def cache_values(self) -> tuple[int, int]:
+        """Values cached per token, all layers: by the source and by the result."""
+        before = self.shape.layer_values
+        after = [size.values if size else values for size, values in zip(self.sizes, before, strict=True)]
+        return sum(before), sum(after)
+
+    def resized(self, sizes: tuple[LayerSize | None, ...]) -> ConversionPlan:
+        """The same conversion at other sizes."""
+        target = replace(self.target, wanted=sizes)
+        return replace(self, target=target, shards=_split(_tensors(target), self.request.max_shard_size))
+
+    def at(self, size: LayerSize) -> ConversionPlan:
+        """The same conversion with another size for all layers that are converted."""
+        return self.resized(tuple(old and size for old in self.sizes))
 
 
 def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPlan:
@@ -79,48 +94,79 @@ def make_plan(config: ConversionConfig, checkpoint: Checkpoint) -> ConversionPla
     """
     model = read_config(checkpoint)
     shape = model_shape(model)
-    family, target_name, notices = choose_target(config, checkpoint.name, judge(model, shape, config.engine))
-    proposal = propose_sizes(shape)
-    kv_rank = config.kv_rank or proposal.kv_rank
-    rope_dim = proposal.rope_dim if config.rope_dim is None else config.rope_dim
-    if candidates := candidate_splits(config, shape):
-        kv_rank, rope_dim = candidates[0]
-    check_sizes(shape, kv_rank, rope_dim)
+    wanted, candidates = _sizes(config, shape)
+    verdict = judge(model, shape, config.engine)
+    family, entry, notices = choose_target(config.target, checkpoint.name, verdict, wanted)
     if len(candidates) > 1:
-        divisions = ", ".join(f"{rank} + {rope}" for rank, rope in candidates)
-        notices.append(f"a short survey of the model chooses kv-rank + rope-dim from {divisions}")
-    source_dtype = checkpoint.dtype if checkpoint.headers else model.dtype or torch.bfloat16
-    held = [*PORTABLE_DTYPES.values()] + ([torch.float16] if target_name == "native" else [])
-    dtype = OUTPUT_DTYPES.get(config.dtype, source_dtype)
-    if dtype not in held:
-        other = torch.bfloat16 if dtype == torch.float16 else torch.float32
-        notices.append(f"source is stored as {_short(dtype)}: writing {_short(other)} (the target cannot hold it)")
-        dtype = other
-    kind = PortableTarget if target_name == PortableTarget.name else NativeTarget
-    target = kind(checkpoint, model, family, shape, kv_rank, rope_dim, dtype)
-    rope_dim = max(target.rope_dims)
+        divisions = ", ".join(map(str, candidates))
+        notices.append(f"a short survey of the model chooses kv_rank + rope_dim from {divisions}")
+    dtype, notice = _dtype(config, entry, checkpoint, model)
+    target = entry.conversion(checkpoint, model, family, shape, wanted, dtype)
     if checkpoint.headers:
         check_tensors(checkpoint, family, target)
-    if kv_rank + rope_dim > SAVING_WORTH * shape.cache_values:
-        notices.append(
-            f"kv-rank {kv_rank} + rope-dim {rope_dim} caches {kv_rank + rope_dim} of the {shape.cache_values} values "
-            "per token and layer that the source does: this saves next to nothing"
-        )
-    tensors = {name: TensorPlan(size, dtype) for name, size in target.tensors.items()}
-    return ConversionPlan(
+    plan = ConversionPlan(
+        request=config,
         checkpoint=checkpoint,
         config=model,
         family=family,
         shape=shape,
-        kv_rank=kv_rank,
-        rope_dim=rope_dim,
         seq_len=config.window(_rotating_alike(model)),
-        dtype=dtype,
         target=target,
-        tensors=tensors,
-        shards=_split(tensors, config.max_shard_size),
-        notices=tuple(notices),
+        candidates=candidates,
+        shards=_split(_tensors(target), config.max_shard_size),
+        notices=(*notices, *notice),
     )
+    before, after = plan.cache_values
+    if after > SAVING_WORTH * before:
+        layers = shape.num_layers
+        saving = f"{after / layers:g} of the {before / layers:g} values per token and layer that the source does"
+        plan = replace(plan, notices=(*plan.notices, f"the result caches {saving}: this saves next to nothing"))
+    return plan
+
+
+def _sizes(config: ConversionConfig, shape: ModelShape) -> tuple[tuple[LayerSize | None, ...], tuple[LayerSize, ...]]:
+    """The size of every layer, and what a survey may choose instead."""
+    if config.sizes is not None:
+        if len(config.sizes) != shape.num_layers:
+            raise InputError(f"sizes of {len(config.sizes)} layers: expected {shape.num_layers}, one for each")
+        if not any(config.sizes):
+            raise InputError("sizes: no layer is to be converted; expected at least one")
+        for size in set(config.sizes) - {None}:
+            assert size is not None
+            check_sizes(shape, size.kv_rank, size.rope_dim)
+        return config.sizes, ()
+    proposal = propose_sizes(shape)
+    rope_dim = proposal.rope_dim if config.rope_dim is None else config.rope_dim
+    size = LayerSize(config.kv_rank or proposal.kv_rank, rope_dim)
+    candidates = tuple(LayerSize(*split) for split in candidate_splits(config, shape))
+    if candidates:
+        size = candidates[0]
+    check_sizes(shape, size.kv_rank, size.rope_dim)
+    return (size,) * shape.num_layers, candidates
+
+
+def _dtype(
+    config: ConversionConfig, entry: TargetEntry, checkpoint: Checkpoint, model: Any
+) -> tuple[torch.dtype, list[str]]:
+    """What the result is stored in, and what is to be said about it.
+
+    Raises:
+        InputError: the target cannot be stored in the dtype asked for.
+    """
+    if config.dtype != "auto" and config.dtype not in entry.dtypes:
+        others = [other.name for other in TARGETS.values() if config.dtype in other.dtypes]
+        raise InputError(
+            f"dtype {config.dtype}: the target {entry.name} cannot be stored in it ({entry.other_dtype}); "
+            f"use {' or '.join(entry.dtypes)}, or the target {' or '.join(others)}"
+        )
+    if config.dtype != "auto":
+        return DTYPES[config.dtype], []
+    found = checkpoint.dtype if checkpoint.headers else model.dtype or torch.bfloat16
+    if dtype_name(found) in entry.dtypes:
+        return found, []
+    other = torch.bfloat16 if found == torch.float16 else torch.float32
+    stored, written = dtype_name(found), dtype_name(other)
+    return other, [f"source is stored as {stored}: writing {written} (the target cannot hold it)"]
 
 
 def _rotating_alike(model: Any) -> int:
@@ -128,8 +174,8 @@ def _rotating_alike(model: Any) -> int:
     return min(model.max_position_embeddings, first_context(model) or model.max_position_embeddings)
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _tensors(target: Conversion) -> dict[str, TensorPlan]:
+    return {name: TensorPlan(size, target.dtype) for name, size in target.tensors.items()}
 
 
 def _split(tensors: dict[str, TensorPlan], max_shard_size: str) -> StateDictSplit:
@@ -143,4 +189,4 @@ def _split(tensors: dict[str, TensorPlan], max_shard_size: str) -> StateDictSpli
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
-        raise InputError(f"--max-shard-size {max_shard_size}: expected a size such as 5GB or 500MB") from error
+        raise InputError(f"max_shard_size {max_shard_size}: expected a size such as 5GB or 500MB") from error

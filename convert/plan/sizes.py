@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from latentfold.convert.config import ConversionConfig
 from latentfold.convert.errors import InputError
 from latentfold.convert.model.shape import ModelShape
+from latentfold.convert.plan.config import ConversionConfig
 from latentfold.convert.targets.kernels import KERNEL_SIZES, engine_kernels
 
 HEAD_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
@@ -82,17 +82,17 @@ def check_sizes(shape: ModelShape, kv_rank: int, rope_dim: int) -> None:
     proposal = propose_sizes(shape)
     if kv_rank > shape.max_kv_rank:
         raise InputError(
-            f"--kv-rank {kv_rank}: this model's keys and values have at most {shape.max_kv_rank} dimensions a token "
+            f"kv_rank {kv_rank}: this model's keys and values have at most {shape.max_kv_rank} dimensions a token "
             f"(min of 2 x {shape.num_kv_heads} KV heads x {shape.head_dim}, hidden size {shape.hidden_size}); "
-            f"try --kv-rank {proposal.kv_rank} --rope-dim {proposal.rope_dim}"
+            f"try kv_rank {proposal.kv_rank} rope_dim {proposal.rope_dim}"
         )
     if rope_dim < 2 and shape.rotates:
-        raise InputError(f"--rope-dim {rope_dim}: expected a positive even number (two values a frequency)")
+        raise InputError(f"rope_dim {rope_dim}: expected a positive even number (two values a frequency)")
     largest = shape.num_kv_heads * shape.head_dim
     if rope_dim > largest:
         raise InputError(
-            f"--rope-dim {rope_dim}: this model rotates {largest} dimensions a token "
-            f"({shape.num_kv_heads} KV heads x {shape.head_dim}); try --rope-dim {proposal.rope_dim}"
+            f"rope_dim {rope_dim}: this model rotates {largest} dimensions a token "
+            f"({shape.num_kv_heads} KV heads x {shape.head_dim}); try rope_dim {proposal.rope_dim}"
         )
 
 

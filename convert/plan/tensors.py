@@ -5,10 +5,10 @@ from __future__ import annotations
 from latentfold.convert.errors import InputError
 from latentfold.convert.families.family import Family
 from latentfold.convert.source.checkpoint import Checkpoint
-from latentfold.convert.targets.target import Target
+from latentfold.convert.targets.target import Conversion
 
 
-def check_tensors(checkpoint: Checkpoint, family: Family, target: Target) -> None:
+def check_tensors(checkpoint: Checkpoint, family: Family, target: Conversion) -> None:
     """Compare every tensor the conversion needs with the files' headers.
 
     Raises:

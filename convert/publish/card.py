@@ -15,7 +15,7 @@ from yaml import YAMLError
 from latentfold.convert.errors import InputError
 from latentfold.convert.files import replace_text
 from latentfold.convert.targets.kernels import engine_kernels
-from latentfold.convert.write.recipe import fingerprint, read_recipe
+from latentfold.convert.write.recipe import Recipe, fingerprint, read_recipe
 from latentfold.eval.records import EVALUATION, Evaluation, read_evaluation
 from latentfold.eval.report import plots
 from latentfold.eval.report.formats import one_line, percent, perplexity, ppl, printable, with_error
@@ -68,7 +68,7 @@ def read_card(folder: Path) -> str:
     return render_card(recipe, current_evaluation(folder, recipe), existing)
 
 
-def current_evaluation(folder: Path, recipe: dict[str, Any]) -> Evaluation | None:
+def current_evaluation(folder: Path, recipe: Recipe) -> Evaluation | None:
     """The evaluation beside a checkpoint; None if there is none, or if it speaks of other weights.
 
     Raises:
@@ -77,10 +77,10 @@ def current_evaluation(folder: Path, recipe: dict[str, Any]) -> Evaluation | Non
     if not (folder / EVALUATION).is_file():
         return None
     found = read_evaluation(folder / EVALUATION)
-    return found if found.provenance.get("fingerprint") == fingerprint(recipe) else None
+    return found if found.provenance.get("fingerprint") == fingerprint(recipe.files) else None
 
 
-def render_card(recipe: dict[str, Any], evaluation: Evaluation | None, existing: str | None) -> str:
+def render_card(recipe: Recipe, evaluation: Evaluation | None, existing: str | None) -> str:
     """The text of README.md.
 
     Args:
@@ -116,12 +116,12 @@ def _with_body(text: str, body: str) -> str:
     return before + body + after
 
 
-def _metadata(existing: dict[str, Any], recipe: dict[str, Any], evaluation: Evaluation | None) -> dict[str, Any]:
-    source = recipe["source"]
+def _metadata(existing: dict[str, Any], recipe: Recipe, evaluation: Evaluation | None) -> dict[str, Any]:
+    source = recipe.source
     # no base_model_relation: its values are finetune, adapter, merge and quantized, and this is none of them
     known = {
-        "base_model": source["name"] if source["revision"] else None,
-        **{key: source.get(key) for key in ("license", "license_name", "license_link", "language")},
+        "base_model": source.name if source.revision else None,
+        **{key: getattr(source, key) for key in ("license", "license_name", "license_link", "language")},
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
     }
@@ -139,7 +139,7 @@ def _results(evaluation: Evaluation) -> list[EvalResult]:
     """The converted model's results as the Hub lists them."""
     results = []
     for text in evaluation.texts:
-        place = {
+        place: dict[str, Any] = {
             "task_type": "text-generation",
             "dataset_type": re.sub(r"[^\w.]+", "-", text.name.lower()).strip("-") or "text",
             "dataset_name": one_line(text.name),
@@ -172,7 +172,7 @@ def _figures(evaluation: Evaluation | None) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def _body(recipe: dict[str, Any], evaluation: Evaluation | None) -> str:
+def _body(recipe: Recipe, evaluation: Evaluation | None) -> str:
     environment = Environment(
         loader=PackageLoader("latentfold.convert.publish"),
         undefined=StrictUndefined,
@@ -181,18 +181,20 @@ def _body(recipe: dict[str, Any], evaluation: Evaluation | None) -> str:
         autoescape=False,  # Markdown; names go through `code` and `cell`
     )
     environment.filters |= {"code": code, "cell": cell, "percent": percent, "ppl": ppl, "basename": _basename}
-    environment.globals |= {"with_error": with_error}
-    options = recipe["options"]
+    environment.globals |= {
+        "with_error": with_error,
+        "per_layer": lambda values: f"{values / len(recipe.sizes):g}",
+    }
     body = (
         environment.get_template("card.md.j2")
         .render(
             recipe=recipe,
-            options=options,
+            options=recipe.options,
             source=_source_name(recipe),
-            hub_id=recipe["source"]["name"] if recipe["source"]["revision"] else None,
-            licence=recipe["source"].get("license_name") or recipe["source"].get("license"),
+            hub_id=recipe.source.name if recipe.source.revision else None,
+            licence=recipe.source.license_name or recipe.source.license,
             command=convert_command(recipe),
-            kernels=engine_kernels(options["kv_rank"], options["rope_dim"]),
+            kernels=engine_kernels(*recipe.size) if recipe.size else (),
             evaluation=evaluation,
             verdict=verdict(evaluation) if evaluation else None,
             everything=markdown(evaluation) if evaluation else None,
@@ -205,25 +207,35 @@ def _body(recipe: dict[str, Any], evaluation: Evaluation | None) -> str:
     return printable(body)
 
 
-def convert_command(recipe: dict[str, Any]) -> str:
+def convert_command(recipe: Recipe) -> str:
     """The command that made this checkpoint; a local source by its folder's name, which is all a reader can use."""
-    source, options = recipe["source"], recipe["options"]
-    words = ["latentfold", "convert", source["name"] if source["revision"] else _source_name(recipe), "OUT"]
-    if source["revision"]:
-        words += ["--revision", source["revision"]]
-    names = ("kv_rank", "rope_dim", "calibration_tokens", "seq_len", "seed", "dtype", "max_shard_size")
+    source, options = recipe.source, recipe.options
+    words = ["latentfold", "convert", source.name if source.revision else _source_name(recipe), "OUT"]
+    if source.revision:
+        words += ["--revision", source.revision]
+    names = (
+        "kv_rank",
+        "rope_dim",
+        "calibration_tokens",
+        "seq_len",
+        "seed",
+        "target",
+        "engine",
+        "dtype",
+        "max_shard_size",
+    )
     for name in names:
-        words += [f"--{name.replace('_', '-')}", str(options[name])]
-    if options["device"] != "auto":
-        words += ["--device", options["device"]]
-    if options["calibration"]:
-        words += ["--calibration", *map(_basename, options["calibration"])]
+        words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    if options.device != "auto":
+        words += ["--device", options.device]
+    if options.calibration:
+        words += ["--calibration", *map(_basename, options.calibration)]
     return shlex.join(words)
 
 
-def _source_name(recipe: dict[str, Any]) -> str:
+def _source_name(recipe: Recipe) -> str:
     """`SmolLM2-135M` for org/SmolLM2-135M and for a folder of that name."""
-    return _basename(recipe["source"]["name"])
+    return _basename(recipe.source.name)
 
 
 def _basename(name: str) -> str:

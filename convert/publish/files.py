@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from latentfold.convert.errors import InputError
 from latentfold.convert.files import sha256
 from latentfold.convert.source.licence import LEGAL_FILES
-from latentfold.convert.write.recipe import RECIPE
+from latentfold.convert.write.recipe import RECIPE, Recipe
 
 GENERATED = ["README.md", "evaluation.json", "report.html", "figures/*.png"]
 """Written beside a checkpoint after its conversion."""
@@ -29,27 +28,27 @@ SECRETS = {
 UNSCANNED = {".safetensors", ".png"}
 
 
-def check_files(folder: Path, recipe: Mapping[str, Any]) -> None:
+def check_files(folder: Path, recipe: Recipe) -> None:
     """Compare a converted folder with the hashes that its conversion recorded.
 
     Raises:
         InputError: a file is missing or changed.
     """
-    for name, expected in recipe["files"].items():
+    for name, expected in recipe.files.items():
         if not (folder / name).is_file():
             raise InputError(f"{folder}: {name} is missing; convert again")
         if sha256(folder / name) != expected:
             raise InputError(f"{folder}: {name} is not what the conversion wrote (its SHA-256 differs); convert again")
 
 
-def files_to_push(folder: Path, recipe: Mapping[str, Any]) -> dict[str, Path]:
+def files_to_push(folder: Path, recipe: Recipe) -> dict[str, Path]:
     """Name in the repository -> file, of everything in a converted folder.
 
     Raises:
         InputError: there is a file that does not belong to a conversion, or one that holds a secret.
     """
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    stray = [name for name in files if name not in recipe["files"] and not _matches(name, ALLOWED)]
+    stray = [name for name in files if name not in recipe.files and not _matches(name, ALLOWED)]
     if stray:
         raise InputError(f"{folder}: holds {', '.join(stray)}, which is no part of a conversion; move it elsewhere")
     for name, path in files.items():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatch
-from typing import Any
+
+from latentfold.convert.write.recipe import Recipe
 
 NOTICES = {
     "*-nd-*": "forbids derivatives: ask the original's author before you publish a conversion",
@@ -17,9 +17,9 @@ NOTICES = {
 """What to know before publishing under a licence, by its Hub id; the first pattern that matches."""
 
 
-def licence_notice(recipe: Mapping[str, Any]) -> str | None:
+def licence_notice(recipe: Recipe) -> str | None:
     """What to mind about the original's licence before publishing, or None."""
-    licence = recipe["source"].get("license")
+    licence = recipe.source.license
     if not isinstance(licence, str):
         return "the original's licence is not known here: make sure that it allows publishing a conversion"
     for pattern, notice in NOTICES.items():

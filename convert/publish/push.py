@@ -106,7 +106,7 @@ def check_request(repo: str, *, create_pr: bool = False, revision: str | None = 
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise InputError(f"{repo}: expected a repository as namespace/name")
     if create_pr and (revision or tag):
-        raise InputError("--create-pr: goes to the main branch and has no commit to tag yet; drop --revision and --tag")
+        raise InputError("create_pr: goes to the main branch and has no commit to tag yet; drop revision and drop tag")
 
 
 def check_target(repo: str, *, private: bool = False, token: str | None = None) -> None:
@@ -140,7 +140,7 @@ def logged_in(repo: str, token: str | None) -> HfApi:
     from huggingface_hub import HfApi, get_token
 
     if token is None and get_token() is None:
-        raise InputError(f"{repo}: not logged in; run hf auth login, set HF_TOKEN or pass --token")
+        raise InputError(f"{repo}: not logged in; run hf auth login, set HF_TOKEN or pass token")
     return HfApi(token=token)
 
 
@@ -165,7 +165,7 @@ def _parent(api: HfApi, repo: str, *, private: bool, revision: str | None) -> st
 
 def _check_private(repo: str, private: bool, there: ModelInfo) -> None:
     if private and not there.private:
-        raise InputError(f"{repo}: is public, and --private is for new repositories; make it private on the Hub first")
+        raise InputError(f"{repo}: is public, and private is for new repositories; make it private on the Hub first")
 
 
 def _remote_files(api: HfApi, repo: str, commit: str) -> dict[str, RepoFile]:
@@ -190,7 +190,7 @@ def _replaceable(api: HfApi, repo: str, commit: str, there: Iterable[str], *, ov
     if names and RECIPE not in names:
         raise InputError(
             f"{repo}: holds {sorted(names)[0]} and no {RECIPE}, so it is no conversion; "
-            "choose another repository, or pass --overwrite to replace everything in it"
+            "choose another repository, or pass overwrite to replace everything in it"
         )
     if not names:
         return names

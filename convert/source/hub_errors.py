@@ -51,15 +51,15 @@ def _hub_failure(error: BaseException, revision: str | None) -> tuple[type[Input
 
     said = re.sub(r"(hf_|Bearer )\S+", r"\1...", (str(error).strip().splitlines() or [type(error).__name__])[0])
     if isinstance(error, GatedRepoError):
-        return InputError, "gated; accept its terms on the Hub and log in (hf auth login) or pass --token"
+        return InputError, "gated; accept its terms on the Hub and log in (hf auth login) or pass token"
     if isinstance(error, RepositoryNotFoundError):
-        return InputError, "no such repository on the Hub, or it is private; check the name, log in or pass --token"
+        return InputError, "no such repository on the Hub, or it is private; check the name, log in or pass token"
     if isinstance(error, RevisionNotFoundError):
         return InputError, f"no revision {revision!r} on the Hub"
     if isinstance(error, HfHubHTTPError):
         return InputError, _status_failure(error, said)
     if isinstance(error, LocalTokenNotFoundError):
-        return InputError, "not logged in; run hf auth login or pass --token"
+        return InputError, "not logged in; run hf auth login or pass token"
     if isinstance(error, HFValidationError):
         return InputError, "not a Hub id; expected namespace/name"
     if isinstance(error, LocalEntryNotFoundError):
@@ -76,7 +76,7 @@ def _status_failure(error: Any, said: str) -> str:
     status = error.response.status_code
     said = error.server_message or said
     if status == 401:
-        return "the Hub does not accept the token; log in again (hf auth login) or pass another --token"
+        return "the Hub does not accept the token; log in again (hf auth login) or pass another token"
     if status == 403:
         return f"the token has no permission for this ({said}); use one with the right role, of a member"
     if status == 404:

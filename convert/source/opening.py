@@ -40,7 +40,7 @@ def open_checkpoint(
         if not (folder / "config.json").is_file():
             raise InputError(f"{name}: no config.json; expected the folder of a transformers checkpoint")
         if revision is not None:
-            raise InputError(f"--revision {revision}: {name} is a folder on this disk; expected a Hub id")
+            raise InputError(f"revision {revision}: {name} is a folder on this disk; expected a Hub id")
         return Checkpoint(folder, name, None, read_json(folder / "config.json"))
     config = fetch(name, ["config.json"], revision, token) / "config.json"
     if not config.is_file():

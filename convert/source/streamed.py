@@ -74,10 +74,10 @@ def stream(checkpoint: Checkpoint, token: str | None = None) -> StreamedCheckpoi
         InputError: a local folder, or no connection to the Hub.
     """
     if checkpoint.revision is None:
-        raise InputError(f"--stream {checkpoint.name}: a folder on this disk; expected a Hub id")
+        raise InputError(f"stream {checkpoint.name}: a folder on this disk; expected a Hub id")
     described = with_headers(checkpoint, token)
     if not described.headers:
-        raise InputError(f"--stream {checkpoint.name}: needs the Hub, but HF_HUB_OFFLINE is set")
+        raise InputError(f"stream {checkpoint.name}: needs the Hub, but HF_HUB_OFFLINE is set")
     return StreamedCheckpoint(
         described.folder, described.name, described.revision, described.config, described.headers, token
     )

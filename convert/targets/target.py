@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from latentfold.convert.attention.latent import LatentAttention
+from latentfold.convert.attention.sizes import LayerSize, Sizes
 from latentfold.convert.calibrate.statistics import RopeStatistics
 from latentfold.convert.families.family import Family
 from latentfold.convert.model.shape import ModelShape
@@ -45,33 +47,87 @@ class Copied(NamedTuple):
     part: tuple[int, int] = (0, 1)
 
 
-class Target(Protocol):
-    """A format for one conversion: its sizes are fixed, its frequencies are to be chosen.
+@dataclass(frozen=True)
+class Conversion(ABC):
+    """One conversion in a target's format: its sizes are fixed, its frequencies are to be chosen.
 
     Attributes:
-        name: as `--target` has it.
-        expected: name and shape of every tensor the source must hold.
-        tied: names the source may hold besides, as a second copy of another tensor.
-        tensors: name and shape of every tensor of the result, in the order in which they are written.
-        kinds: the kind of each layer; layers of one kind have one ladder.
-        rope_dims: rotated values cached per token by each layer.
-        residual: factor on the residual stream.
-        engine: what loads the result: "any", or "transformers" alone.
+        name: of the target, as the option has it.
         code: files that go into the checkpoint as they are.
+        checkpoint, source, family, shape: the model, `source` its transformers config.
+        wanted: sizes of the result, as asked for.
+        dtype: stored dtype.
     """
 
-    name: str
-    shape: ModelShape
-    dtype: torch.dtype
-    expected: Mapping[str, tuple[int, ...]]
-    tied: frozenset[str]
-    tensors: Mapping[str, tuple[int, ...]]
-    kinds: tuple[str, ...]
-    rope_dims: tuple[int, ...]
-    residual: float
-    engine: str
-    code: tuple[Path, ...]
+    name: ClassVar[str]
+    code: ClassVar[tuple[Path, ...]] = ()
 
+    checkpoint: Checkpoint
+    source: Any
+    family: Family
+    shape: ModelShape
+    wanted: tuple[LayerSize | None, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def why_not(cls, family: Family, config: Any, shape: ModelShape, engine: str) -> list[str]:
+        """Why the target cannot hold a model; empty where it can.
+
+        Args:
+            engine: what has to load the result: "any", or "transformers" alone.
+        """
+        return []
+
+    @classmethod
+    def why_not_sizes(cls, sizes: Sizes) -> list[str]:
+        """Why the target cannot hold such sizes; empty where it can."""
+        return []
+
+    @property
+    def residual(self) -> float:
+        """Factor on the residual stream."""
+        return 1.0
+
+    @property
+    @abstractmethod
+    def engine(self) -> str:
+        """What loads the result: "any", or "transformers" alone."""
+
+    @property
+    def sizes(self) -> tuple[LayerSize | None, ...]:
+        """Sizes of the result, None for a layer that is left as it is."""
+        return self.wanted
+
+    @property
+    def converted(self) -> tuple[int, ...]:
+        """Layers that are converted."""
+        return tuple(layer for layer, size in enumerate(self.sizes) if size is not None)
+
+    @cached_property
+    def model(self) -> StreamedModel:
+        """The source as transformers builds it."""
+        return StreamedModel(self.checkpoint, self.source, torch.float32, torch.device("cpu"))
+
+    @property
+    def expected(self) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of every tensor the source must hold."""
+        return self.model.shapes
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """Names the source may hold besides, as a second copy of another tensor."""
+        return frozenset(self.model.tied)
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the result, in the order in which they are written."""
+
+    @abstractmethod
+    def kind(self, layer: int) -> str:
+        """The kind of a converted layer; layers of one kind have one ladder."""
+
+    @abstractmethod
     def candidates(self, layer: int, stats: RopeStatistics, pairs: Tensor) -> Sequence[Ladder]:
         """Ladders worth trying for a layer, most promising first; for layers of one kind always the same ones.
 
@@ -79,57 +135,31 @@ class Target(Protocol):
             pairs: (n,) inverse frequencies of its rotary pairs.
         """
 
+    @abstractmethod
     def ladder(self, kind: str, data: Any) -> Ladder:
         """A ladder of a kind of layers from its `data`."""
 
+    @abstractmethod
     def outer(self) -> dict[str, Copied]:
         """Tensors outside the layers, by their name in the result."""
 
+    @abstractmethod
     def copied(self, layer: int) -> dict[str, Copied]:
-        """A layer's tensors that are not attention, by their name in the result."""
+        """A layer's tensors that go over as they are, by their name in the result: all but a converted attention."""
 
+    @abstractmethod
     def attention(
-        self, layer: int, converted: LatentAttention, ladder: Ladder, checkpoint: Checkpoint
+        self, layer: int, converted: LatentAttention, ladder: Any, checkpoint: Checkpoint
     ) -> dict[str, Tensor]:
         """A factorized layer's tensors by their name in the result."""
 
-    def config(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
+    @abstractmethod
+    def config(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """config.json, with the ladder chosen for each kind of layer."""
 
-    def rope_parameters(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
+    @abstractmethod
+    def rope_parameters(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """What the record says of the choice."""
-
-
-@dataclass(frozen=True)
-class OneConversion:
-    """What a target knows of the conversion it is for.
-
-    Attributes:
-        checkpoint, source, family, shape: the model, `source` its transformers config.
-        kv_rank, rope_dim: sizes of the result.
-        dtype: stored dtype.
-        model: the source as transformers builds it.
-    """
-
-    checkpoint: Checkpoint
-    source: Any
-    family: Family
-    shape: ModelShape
-    kv_rank: int
-    rope_dim: int
-    dtype: torch.dtype
-
-    @cached_property
-    def model(self) -> StreamedModel:
-        return StreamedModel(self.checkpoint, self.source, torch.float32, torch.device("cpu"))
-
-    @property
-    def expected(self) -> dict[str, tuple[int, ...]]:
-        return self.model.shapes
-
-    @property
-    def tied(self) -> frozenset[str]:
-        return frozenset(self.model.tied)
 
 
 class Unwritten:

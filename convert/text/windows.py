@@ -13,6 +13,9 @@ from torch import Tensor
 from latentfold.convert.errors import InputError
 from latentfold.convert.text.documents import Document
 
+DEFAULT_WINDOW = 4096
+"""Tokens of a window, where a model takes as many."""
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -72,7 +75,7 @@ def make_windows(
         skipped = f" after the {skip} skipped" if skip else ""
         raise InputError(
             f"{purpose} text is too short: expected at least {body} tokens in one file, found {found}{skipped}; "
-            "give more text or a smaller --seq-len"
+            "give more text or a smaller seq_len"
         )
     rows: list[Tensor] = []
     position = 0

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from latentfold.convert.errors import InputError
 from latentfold.convert.model.streamed import StreamedModel
+from latentfold.convert.model.walk import logits
 from latentfold.convert.source.config import read_config
 from latentfold.convert.source.opening import open_checkpoint
+from latentfold.convert.write.recipe import Probe
 
 RELOAD_TOLERANCE = 1e-5
 """Largest relative difference of logits between the written tensors and the reloaded checkpoint (both in float32)."""
@@ -20,28 +21,25 @@ PROBE_TOLERANCE = 1e-3
 """The same between a finished checkpoint and its record, which another machine may have made."""
 
 
-def reload_difference(folder: Path, tokens: Tensor, logits: Tensor, device: torch.device) -> float:
+def reload_difference(folder: Path, tokens: Tensor, expected: Tensor, device: torch.device) -> float:
     """Load a written checkpoint afresh, layer by layer; largest logit difference relative to the largest logit."""
     found = _reloaded_logits(folder, tokens, device)
-    return float((found - logits).abs().max() / logits.abs().max().clamp_min(1e-30))
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
-def probe_record(tokens: Tensor, logits: Tensor) -> dict[str, Any]:
-    """What the checkpoint has to give again wherever it is loaded: each probe token's largest logit."""
-    return {"tokens": tokens[0].tolist(), "largest_logits": [round(x, 5) for x in logits[0].amax(-1).tolist()]}
+def probe_of(tokens: Tensor, logits: Tensor) -> Probe:
+    """What to compare a checkpoint with, wherever it is loaded."""
+    return Probe(tuple(tokens[0].tolist()), tuple(round(x, 5) for x in logits[0].amax(-1).tolist()))
 
 
-def check_probe(folder: Path, recipe: dict[str, Any], device: torch.device) -> None:
+def check_probe(folder: Path, probe: Probe, device: torch.device) -> None:
     """Load a finished checkpoint and compare it with what its conversion computed.
 
     Raises:
         InputError: it does not load, or gives other logits.
     """
-    probe = recipe["check"].get("probe")
-    if probe is None:
-        raise InputError(f"{folder}: its record has no logits to compare with; convert again")
-    expected = torch.tensor(probe["largest_logits"])
-    found = _reloaded_logits(folder, torch.tensor([probe["tokens"]]), device)[0].amax(-1).cpu()
+    expected = torch.tensor(probe.largest_logits)
+    found = _reloaded_logits(folder, torch.tensor([probe.tokens]), device)[0].amax(-1).cpu()
     difference = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
     if not difference <= PROBE_TOLERANCE:
         raise InputError(
@@ -54,5 +52,4 @@ def _reloaded_logits(folder: Path, tokens: Tensor, device: torch.device) -> Tens
     checkpoint = open_checkpoint(folder)
     checkpoint.read_headers()
     model = StreamedModel(checkpoint, read_config(checkpoint), torch.float32, device)
-    with torch.no_grad():
-        return model.logits(tokens)
+    return logits(model, tokens)

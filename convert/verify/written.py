@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from latentfold.convert.attention.latent import LatentAttention, latent_attention
+from latentfold.convert.families.registry import attention_name
 from latentfold.convert.model.heads import attention_inputs
 from latentfold.convert.model.streamed import StreamedModel
-from latentfold.convert.targets.target import Ladder, Target
+from latentfold.convert.targets.target import Conversion, Ladder
 from latentfold.convert.write.writer import CheckpointWriter
 
 PROBE_TOKENS = 48
@@ -39,17 +41,24 @@ class MemoryTarget:
     """
 
     def __init__(
-        self, target: Target, chosen: dict[str, Ladder], writer: CheckpointWriter, *, device: torch.device, seed: int
+        self,
+        target: Conversion,
+        chosen: Mapping[str, Ladder],
+        writer: CheckpointWriter,
+        *,
+        device: torch.device,
+        seed: int,
     ) -> None:
-        data = target.config(chosen)
+        config = AutoConfig.for_model(**target.config(chosen))
+        self.attention = attention_name(config)
         self.dtype, self.residual = target.dtype, target.residual
         self.tensors, self.writer = _Tensors(), writer
-        self.model = StreamedModel(self.tensors, AutoConfig.for_model(**data), torch.float32, device)
+        self.model = StreamedModel(self.tensors, config, torch.float32, device)
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(target.shape.vocab_size, (1, PROBE_TOKENS), generator=generator)
         self.outer = list(target.outer())
         self.tensors.held = self._outer()
-        self.hidden, self.kwargs = self.model.begin(self.tokens)
+        (self.hidden,), (self.kwargs,) = self.model.begin(self.tokens)
 
     def _outer(self) -> dict[str, Tensor]:
         return {name: tensor for prefix in self.outer for name, tensor in self.writer.read(prefix).items()}
@@ -62,7 +71,7 @@ class MemoryTarget:
         """
         self.tensors.held = tensors
         with self.model.layer(index) as layer:
-            self.hidden, x, output = attention_inputs(layer, self.hidden, self.kwargs[index])
+            self.hidden, x, output = attention_inputs(layer, self.hidden, self.kwargs[index], self.attention)
         expected = self.residual * latent_attention(converted, frequencies, x[0])
         error = float((output[0].to(expected) - expected).norm() / expected.norm().clamp_min(1e-30))
         if not error <= LAYOUT_TOLERANCE[self.dtype]:
@@ -72,11 +81,12 @@ class MemoryTarget:
             )
         return error
 
-    def skip(self, index: int) -> None:
-        """Run the tokens through a layer that an interrupted run has already written."""
+    @torch.no_grad()
+    def advance(self, index: int) -> None:
+        """Run the tokens through a layer that is already written."""
         self.tensors.held = self.writer.read(f"{self.model.layers_name}.{index}.")
         with self.model.layer(index) as layer:
-            self.hidden, _, _ = attention_inputs(layer, self.hidden, self.kwargs[index])
+            self.hidden = layer(self.hidden, **self.kwargs[index])
 
     def logits(self) -> Tensor:
         """(1, PROBE_TOKENS, V) of the tensors as written."""

@@ -82,7 +82,7 @@ class CheckpointWriter:
         elif previous is not None and not overwrite:
             raise InputError(
                 f"{out}: holds an interrupted conversion with other options; "
-                "repeat those, choose another folder or pass --overwrite"
+                "repeat those, choose another folder or pass overwrite"
             )
         if not self.records:
             shutil.rmtree(self.folder, ignore_errors=True)

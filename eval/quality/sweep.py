@@ -3,72 +3,85 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from latentfold.convert.errors import InputError
-from latentfold.convert.model.heads import attention_inputs, attention_of, watched_heads
+from latentfold.convert.families.registry import attention_name
+from latentfold.convert.model.heads import watched_heads
 from latentfold.convert.model.streamed import StreamedModel
+from latentfold.convert.model.walk import Visit, Walk
+from latentfold.convert.progress import Progress, silent
+from latentfold.convert.write.recipe import Recipe
 from latentfold.eval.quality.attention import AttentionErrors
 from latentfold.eval.quality.predictions import TokenScores, score_tokens
 from latentfold.eval.records import LayerError
 
 
-def _layer(model: StreamedModel, index: int) -> AbstractContextManager[Any]:
-    """A layer with its weights, or None past the last."""
-    return model.layer(index) if index < model.num_layers else nullcontext()
-
-
 @torch.no_grad()
-def _sweep(
-    a: StreamedModel, b: StreamedModel, tokens: Tensor, recipe: dict[str, Any] | None, progress: bool
-) -> tuple[TokenScores, tuple[LayerError, ...] | None]:
-    """Both models, layer by layer over all windows; then all predictions, a few logits at a time.
+def sweep(
+    original: StreamedModel,
+    converted: StreamedModel,
+    texts: Sequence[Tensor],
+    recipe: Recipe | None,
+    progress: Progress = silent,
+) -> tuple[list[TokenScores], tuple[LayerError, ...] | None]:
+    """Both models over all windows, then all predictions, a few logits at a time.
+
+    Args:
+        texts: (N, T) windows of each text.
+        recipe: of the converted model; without it, or where it has other layers, no layers are compared.
+
+    Returns:
+        The scores of each text, and the errors of each converted layer.
 
     Raises:
         InputError: a model gives infinite or undefined values.
     """
-    streams = []
-    kwargs = []
-    for model in (a, b):
-        began = [model.begin(row[None]) for row in tokens]
-        streams.append([hidden for hidden, _ in began])
-        kwargs.append(began[0][1])
-    # attention outputs are comparable where both have the same layers and the residual scale is known
-    scale = recipe["residual_scale"] if recipe and a.num_layers == b.num_layers else None
+    windows = [window for text in texts for window in text]
+    a = Walk(original, windows, progress=progress, stage="evaluating")
+    b = Walk(converted, windows)
+    comparable = recipe if recipe and original.num_layers == converted.num_layers else None
     layers: list[LayerError] = []
-    with tqdm(
-        total=(a.num_layers + b.num_layers) * tokens.numel(),
-        desc="evaluating",
-        unit="tok",
-        unit_scale=True,
-        disable=not progress,
-    ) as bar:
-        for index in range(max(a.num_layers, b.num_layers)):
-            errors = AttentionErrors(scale) if scale is not None else None
-            with _layer(a, index) as one, _layer(b, index) as other:
-                for k in range(len(tokens)):
-                    if one is not None and errors is None:
-                        streams[0][k] = one(streams[0][k], **kwargs[0][index])
-                    elif one is not None and errors is not None:
-                        with watched_heads(attention_of(one)) as heads:
-                            streams[0][k], x, output = attention_inputs(one, streams[0][k], kwargs[0][index])
-                        errors.add(attention_of(other), x, kwargs[1][index], heads[0], output)
-                    if other is not None:
-                        streams[1][k] = other(streams[1][k], **kwargs[1][index])
-                    for name, stream in (("original", streams[0]), ("converted model", streams[1])):
-                        if not stream[k].isfinite().all():
-                            raise InputError(
-                                f"layer {index} of the {name} gives infinite or undefined values in {a.dtype}; "
-                                "expected finite ones: try --dtype float32"
-                            )
-                    bar.update(tokens.shape[1] * ((one is not None) + (other is not None)))
-            if errors is not None and recipe is not None:
-                layers.append(errors.result(index, math.sqrt(recipe["layers"][index]["output"])))
-    with a.head() as original_head, b.head() as converted_head:
-        scores = score_tokens(tokens, streams[0], streams[1], original_head, converted_head)
-    return scores, tuple(layers) if layers else None
+    for one, other in zip_longest(a, b):
+        if comparable is not None and (expected := comparable.layers[one.index]) is not None:
+            errors = _compare(one, other, original, converted, comparable.residual_scale)
+            layers.append(errors.result(one.index, math.sqrt(expected.output)))
+        for name, visit in (("original", one), ("converted model", other)):
+            if visit is not None:
+                visit.advance()
+                _check_finite(name, visit, original.dtype)
+    parts = []
+    with original.head() as original_head, converted.head() as converted_head:
+        start = 0
+        for text in texts:
+            stop = start + len(text)
+            parts.append(
+                score_tokens(text, a.streams[start:stop], b.streams[start:stop], original_head, converted_head)
+            )
+            start = stop
+    return parts, tuple(layers) or None
+
+
+def _compare(
+    one: Visit, other: Visit, original: StreamedModel, converted: StreamedModel, scale: float
+) -> AttentionErrors:
+    """Attention of one layer, both models fed the original's input."""
+    errors = AttentionErrors(scale)
+    name = attention_name(original.config)
+    attention = other.layer.get_submodule(attention_name(converted.config))
+    with watched_heads(one.layer.get_submodule(name)) as heads:
+        for call in one.observe(name):
+            errors.add(attention, call.x[None], other.kwargs(call.window), heads.pop(), call.output[None])
+    return errors
+
+
+def _check_finite(name: str, visit: Visit, dtype: torch.dtype) -> None:
+    if not all(stream.isfinite().all() for stream in visit.streams):
+        raise InputError(
+            f"layer {visit.index} of the {name} gives infinite or undefined values in {dtype}; "
+            "expected finite ones: try the dtype float32"
+        )

@@ -69,7 +69,7 @@ def check_tasks(tasks: Sequence[str], include_path: str | None = None) -> dict[s
             f"tasks need lm-evaluation-harness ({', '.join(missing)} missing); pip install 'lm-eval>=0.4.12' accelerate"
         )
     if include_path is not None and not os.path.isdir(include_path):
-        raise InputError(f"--include-path {include_path}: no such folder")
+        raise InputError(f"include_path {include_path}: no such folder")
     manager = _index(include_path)
     names: dict[str, None] = {}
     for task in tasks:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from latentfold.convert.formats import size
+from latentfold.convert.write.recipe import Change, Recipe
 from latentfold.eval.records import Continuation, Evaluation
 from latentfold.eval.report import formats, plots, verdict
 
 
-def html(evaluation: Evaluation, recipe: dict[str, Any] | None = None) -> str:
+def html(evaluation: Evaluation, recipe: Recipe | None = None) -> str:
     """The report; `recipe`, what latentfold.json holds, adds how the model was converted.
 
     Same evaluation, same page.
@@ -24,8 +27,8 @@ def html(evaluation: Evaluation, recipe: dict[str, Any] | None = None) -> str:
         undefined=StrictUndefined,
         finalize=lambda value: formats.printable(value) if type(value) is str else value,
     )
-    names = ("one_line", "percent", "perplexity", "ppl", "ratio", "score", "shortened", "size", "speed", "with_error")
-    environment.globals |= {name: getattr(formats, name) for name in names} | {"MISSING": formats.MISSING}
+    names = ("one_line", "percent", "perplexity", "ppl", "ratio", "score", "shortened", "speed", "with_error")
+    environment.globals |= {name: getattr(formats, name) for name in names} | {"MISSING": formats.MISSING, "size": size}
     original, converted, known = verdict.compared_cache(evaluation)
     return environment.get_template("report.html.j2").render(
         e=evaluation,
@@ -41,7 +44,7 @@ def html(evaluation: Evaluation, recipe: dict[str, Any] | None = None) -> str:
         decode_plot=_drawn(plots.speed_by_context(evaluation, ["decode"])),
         parted=parted,
         measurement=measurement_facts(evaluation),
-        conversion=conversion_facts(recipe or {}),
+        conversion=conversion_facts(recipe) if recipe else [],
     )
 
 
@@ -81,33 +84,37 @@ def measurement_facts(evaluation: Evaluation) -> list[tuple[str, str]]:
     return _known(facts) + texts
 
 
-def conversion_facts(recipe: dict[str, Any]) -> list[tuple[str, str]]:
+def conversion_facts(recipe: Recipe) -> list[tuple[str, str]]:
     """How the converted model came about, as far as latentfold.json says."""
-    source, options = recipe.get("source", {}), recipe.get("options", {})
-    calibration, ladder = recipe.get("calibration", {}), recipe.get("ladder", {})
-    windows = calibration.get("windows")
+    source, options, calibration = recipe.source, recipe.options, recipe.calibration
+    layers = len(recipe.sizes)
+    kept = Counter("as it was" if found is None else str(found) for found in recipe.sizes)
+    windows, length = calibration.windows
 
-    def change(name: str) -> str | None:
-        sizes = recipe.get(name)
-        return f"{sizes['source']:,} → {sizes['converted']:,}" if sizes else None
+    def change(of: Change, unit: int = 1) -> str:
+        return f"{of.source / unit:,g} → {of.converted / unit:,g}" if unit > 1 else f"{of.source:,} → {of.converted:,}"
 
     return _known(
         [
-            ("Source", source.get("name")),
-            ("Source revision", source.get("revision")),
-            ("Architecture", source.get("model_type")),
-            ("Latent values (--kv-rank)", options.get("kv_rank")),
-            ("Rotated values (--rope-dim)", options.get("rope_dim")),
-            ("Cached values per token and layer", change("cache_values")),
-            ("Parameters", change("parameters")),
-            ("Calibration texts", _joined(calibration.get("texts", []))),
-            ("Calibration windows", f"{windows[0]:,} x {windows[1]:,} tokens" if windows else None),
-            ("Calibration SHA-256", calibration.get("sha256")),
-            ("Seed", options.get("seed")),
-            ("Stored as", options.get("dtype")),
-            ("Residual scale", recipe.get("residual_scale")),
-            ("Rope", _joined([f"{name} {value}" for name, value in ladder.get("rope_parameters", {}).items()])),
-            ("latentfold", recipe.get("latentfold")),
+            ("Source", source.name),
+            ("Source revision", source.revision),
+            ("Architecture", source.model_type),
+            ("Latent values (--kv-rank)", options.kv_rank),
+            ("Rotated values (--rope-dim)", options.rope_dim),
+            (
+                "Latent + rotated values",
+                None if recipe.size else ", ".join(f"{found} in {count} layers" for found, count in kept.items()),
+            ),
+            ("Cached values per token and layer", change(recipe.cache_values, layers)),
+            ("Parameters", change(recipe.parameters)),
+            ("Calibration texts", _joined([*calibration.texts])),
+            ("Calibration windows", f"{windows:,} x {length:,} tokens"),
+            ("Calibration SHA-256", calibration.sha256),
+            ("Seed", options.seed),
+            ("Stored as", options.dtype),
+            ("Residual scale", recipe.residual_scale),
+            ("Rope", _joined([f"{name} {value}" for name, value in recipe.ladder.rope_parameters.items()])),
+            ("latentfold", recipe.latentfold),
         ]
     )
 

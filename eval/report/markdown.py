@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
+from latentfold.convert.formats import size
 from latentfold.eval.records import (
     Continuation,
     Evaluation,
@@ -22,7 +23,6 @@ from latentfold.eval.report.formats import (
     printable,
     ratio,
     score,
-    size,
     speed,
     with_error,
 )

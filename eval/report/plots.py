@@ -20,8 +20,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 from matplotlib.typing import LineStyleType
 
+from latentfold.convert.formats import size_unit
 from latentfold.eval.records import Evaluation
-from latentfold.eval.report.formats import shortened, size_unit
+from latentfold.eval.report.formats import shortened
 
 # Series colours with a contrast of at least 3:1 against both white and a dark page; told apart by the colour-blind too
 ORIGINAL = "#7d848c"

@@ -16,9 +16,11 @@ from benchmarks import quality
 from benchmarks.quality import main
 from benchmarks.variants import BASELINES, VARIANTS
 from latentfold.convert import convert_checkpoint
+from latentfold.convert.attention.call import AttentionCall
 from latentfold.convert.attention.latent import latent_attention
-from latentfold.convert.calibrate.layer import LayerCalibration
-from latentfold.eval import evaluate
+from latentfold.convert.calibrate.layer import calibrate
+from latentfold.convert.calibrate.probe import Sampling
+from latentfold.eval import EvaluationConfig, evaluate
 from tests.attentions import FREQUENCIES, TOKENS, attention, random_inputs, random_weights
 from tests.conftest import MakeModel
 
@@ -38,7 +40,9 @@ def test_default_row_is_what_convert_writes(
     assert str(tmp_path) not in result.read_text() + printed.stdout and "NaN" not in result.read_text()
     options["calibration_tokens"] = 28672
     convert_checkpoint(source, str(tmp_path / "out"), kv_rank=8, rope_dim=4, **options)
-    found = evaluate(source, str(tmp_path / "out"), text=[str(other)], seq_len=64, windows=2, progress=False)
+    found = evaluate(
+        source, str(tmp_path / "out"), EvaluationConfig(text=(str(other),), seq_len=64, windows=2), progress=False
+    )
     (text,) = rows["latentfold"]["texts"].values()
     assert text["overall"]["gap"] == pytest.approx(found.overall.gap, abs=2e-4)
     gaps = [next(iter(row["texts"].values()))["overall"]["gap"] for row in rows.values()]
@@ -74,15 +78,14 @@ def test_refusals_come_before_the_work(make_model: MakeModel, text_file: Path, m
 def test_baselines_are_exact_at_full_size(name: str, kv_heads: int) -> None:
     """Every rotation kept and full rank: each is the identity where its slots can hold the model."""
     w = random_weights(kv_heads)
-    calibration = LayerCalibration(w, FREQUENCIES, (6, TOKENS), queries=16, seed=0)
-    for seed in range(6):
-        x = random_inputs(100 + seed)
-        calibration.add(seed, x, x, attention(w, FREQUENCIES, x))
+    inputs = [random_inputs(100 + seed) for seed in range(6)]
+    calls = [AttentionCall(k, x, x, attention(w, FREQUENCIES, x)) for k, x in enumerate(inputs)]
+    calibrated = calibrate(calls, w, FREQUENCIES, (6, TOKENS), Sampling(16, 0))
     slots = FREQUENCIES.repeat_interleave(kv_heads)
-    layer, frequencies = BASELINES[name].convert(calibration.result(), slots, 16)
+    layer, frequencies = BASELINES[name].convert(calibrated, slots, 16)
     x = random_inputs()
     expected = attention(w, FREQUENCIES, x)
     assert (latent_attention(layer, frequencies, x) - expected).norm() <= 1e-6 * expected.norm()
-    smaller, frequencies = BASELINES[name].convert(calibration.result(), slots[: len(slots) // 2], 6)
+    smaller, frequencies = BASELINES[name].convert(calibrated, slots[: len(slots) // 2], 6)
     assert (latent_attention(smaller, frequencies, x) - expected).norm() > 1e-3 * expected.norm()
     assert torch.isfinite(smaller.o).all()

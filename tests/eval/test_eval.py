@@ -22,7 +22,7 @@ from latentfold.convert.errors import InputError
 from latentfold.convert.text.documents import read_documents
 from latentfold.convert.text.windows import tokenize
 from latentfold.convert.write.recipe import fingerprint, read_recipe
-from latentfold.eval import comparison, evaluate
+from latentfold.eval import EvaluationConfig, comparison, evaluate
 from latentfold.eval.inputs import bundled_novel
 from latentfold.eval.quality.predictions import TokenScores, agreement, curve, position_buckets, standard_error
 from latentfold.eval.records import EVALUATION, read_evaluation
@@ -39,7 +39,9 @@ def pair(make_model: MakeModel, tmp_path: Path, options: dict[str, Any]) -> tupl
 
 def test_numbers_are_those_of_transformers(pair: tuple[Path, Path], text_file: Path) -> None:
     source, out = pair
-    found = evaluate(str(source), str(out), text=[str(text_file)], seq_len=64, windows=3, progress=False)
+    found = evaluate(
+        str(source), str(out), EvaluationConfig(text=(str(text_file),), seq_len=64, windows=3), progress=False
+    )
     tokens = tokenize(tiny_tokenizer(), read_documents([text_file])[0].text)[: 3 * 64].view(3, 64)
     with torch.no_grad():
         logs = [load(folder)(tokens).logits[:, :-1].log_softmax(-1) for folder in pair]
@@ -57,7 +59,9 @@ def test_numbers_are_those_of_transformers(pair: tuple[Path, Path], text_file: P
 def test_layer_errors_are_those_of_the_modules(pair: tuple[Path, Path], text_file: Path) -> None:
     """Scores, values and output against the eager modules of plain transformers, all queries of one window."""
     source, out = pair
-    found = evaluate(str(source), str(out), text=[str(text_file)], seq_len=64, windows=1, progress=False)
+    found = evaluate(
+        str(source), str(out), EvaluationConfig(text=(str(text_file),), seq_len=64, windows=1), progress=False
+    )
     tokens = tokenize(tiny_tokenizer(), read_documents([text_file])[0].text)[None, :64]
     original, converted = (load(folder, attn_implementation="eager") for folder in (source, out))
     seen: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
@@ -99,9 +103,14 @@ def test_layer_errors_are_those_of_the_modules(pair: tuple[Path, Path], text_fil
 def test_several_texts_count_alike(pair: tuple[Path, Path], text_file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("Numbers: " + " ".join(str(i * i) for i in range(200)))
-    options: dict[str, Any] = {"seq_len": 64, "progress": False}
-    both = evaluate(*map(str, pair), text=[str(text_file), str(other)], windows=3, **options)
-    alone = [evaluate(*map(str, pair), text=[str(name)], windows=3, **options) for name in (text_file, other)]
+    options: dict[str, Any] = {"seq_len": 64}
+    both = evaluate(
+        *map(str, pair), EvaluationConfig(text=(str(text_file), str(other)), windows=3, **options), progress=False
+    )
+    alone = [
+        evaluate(*map(str, pair), EvaluationConfig(text=(str(name),), windows=3, **options), progress=False)
+        for name in (text_file, other)
+    ]
     assert [text.name for text in both.texts] == [text_file.name, other.name]
     for text, single in zip(both.texts, alone, strict=True):
         assert text == single.texts[0] and single.overall == text.overall
@@ -126,7 +135,9 @@ def test_kl_quantiles() -> None:
 
 
 def test_cache_is_counted_and_measured(pair: tuple[Path, Path], text_file: Path) -> None:
-    found = evaluate(str(pair[0]), str(pair[1]), text=[str(text_file)], seq_len=64, windows=1, progress=False)
+    found = evaluate(
+        str(pair[0]), str(pair[1]), EvaluationConfig(text=(str(text_file),), seq_len=64, windows=1), progress=False
+    )
     assert found.cache_original.counted == found.cache_original.measured == 2 * 2 * 2 * 8 * 4
     assert found.cache_converted.counted == found.cache_converted.measured == 2 * 12 * 4
     points = {point.context: (point.original, point.converted) for point in found.cache_by_context}
@@ -142,7 +153,7 @@ def test_result_stays_beside_the_checkpoint(pair: tuple[Path, Path], text_file: 
     assert json.loads(json.dumps(saved.to_dict())) == json.loads(printed.stdout)
     assert str(pair[1].parent) not in (pair[1] / EVALUATION).read_text()  # it may be published
     recipe = json.loads((pair[1] / "latentfold.json").read_text())
-    assert saved.provenance["fingerprint"] == fingerprint(recipe)
+    assert saved.provenance["fingerprint"] == fingerprint(recipe["files"])
     assert saved.texts[0].sha256 and saved.provenance["versions"]["torch"] == torch.__version__
     damaged = saved.to_dict() | {"overall": 3}
     (pair[1] / EVALUATION).write_text(json.dumps(damaged))
@@ -178,7 +189,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 def test_refusals_come_before_the_work_and_leave_nothing(
     pair: tuple[Path, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "_sweep", lambda *_: pytest.fail("swept"))
+    monkeypatch.setattr(comparison, "sweep", lambda *_: pytest.fail("swept"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "again.txt").write_bytes(text_file.read_bytes())
     before = sorted(tmp_path.rglob("*"))
@@ -210,7 +221,7 @@ def other_bytes(folder: Path) -> None:
 UP = "model.layers.1.mlp.up_proj.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unfinished": (lambda out: (out / ".latentfold-partial").mkdir(), "an unfinished conversion"),
-    "record without files": (lambda out: edit(out, lambda recipe: recipe.pop("files")), "has no files"),
+    "record without files": (lambda out: edit(out, lambda recipe: recipe.pop("files")), "files: Field required"),
     "files as a list": (lambda out: edit(out, lambda recipe: recipe.update(files=[])), "not the record"),
     "layers of nothing": (lambda out: edit(out, lambda recipe: recipe.update(layers=[{}, {}])), "not the record"),
     "no place for the result": (lambda out: (out / EVALUATION).mkdir(), "evaluation.json: is a folder"),
@@ -226,7 +237,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_damaged_conversions_are_refused_before_the_work(
     pair: tuple[Path, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "_sweep", lambda *_: pytest.fail("swept"))
+    monkeypatch.setattr(comparison, "sweep", lambda *_: pytest.fail("swept"))
     (tmp_path / "umlauts.txt").write_text("Zwölf Boxkämpfer! " * 9)
     for case, (damage, message) in DAMAGES.items():
         damaged = shutil.copytree(pair[1], tmp_path / case.replace(" ", "-"))
@@ -242,30 +253,32 @@ def test_only_the_original_is_compared_with_its_conversion(
     pair: tuple[Path, Path], make_model: MakeModel, text_file: Path
 ) -> None:
     """Any other difference would stand in the card as what the conversion cost."""
-    options: dict[str, Any] = {"text": [str(text_file)], "seq_len": 64, "windows": 1, "progress": False}
+    options: dict[str, Any] = {"text": (str(text_file),), "seq_len": 64, "windows": 1}
     for original, message in (
         (make_model(seed=1), "not the model that .* made from"),
         (pair[1], "itself a conversion"),
     ):
         with pytest.raises(InputError, match=message):
-            evaluate(str(original), str(pair[1]), **options)
+            evaluate(str(original), str(pair[1]), EvaluationConfig(**options), progress=False)
     with pytest.raises(InputError, match="itself a conversion"):
-        evaluate(str(pair[1]), str(pair[0]), **options)
+        evaluate(str(pair[1]), str(pair[0]), EvaluationConfig(**options), progress=False)
 
 
 def test_changed_weights_are_told_from_the_converted_ones(pair: tuple[Path, Path], text_file: Path) -> None:
     edit_weights(pair[1], lambda tensors: tensors["model.norm.weight"].mul_(1.5))
-    found = evaluate(*map(str, pair), text=[str(text_file)], seq_len=64, windows=1, progress=False)
-    assert found.provenance["fingerprint"] != fingerprint(read_recipe(pair[1]))
+    found = evaluate(*map(str, pair), EvaluationConfig(text=(str(text_file),), seq_len=64, windows=1), progress=False)
+    assert found.provenance["fingerprint"] != fingerprint(read_recipe(pair[1]).files)
 
 
 def test_values_that_overflow_are_no_result(make_model: MakeModel, text_file: Path) -> None:
     source = make_model()
     edit_weights(source, lambda tensors: tensors[UP].mul_(1e6))
-    options: dict[str, Any] = {"text": [str(text_file)], "seq_len": 64, "windows": 1, "progress": False}
-    assert math.isfinite(evaluate(str(source), str(source), **options).overall.original)
-    with pytest.raises(InputError, match=r"layer 1 of the original gives infinite .* try --dtype float32"):
-        evaluate(str(source), str(source), dtype="float16", **options)
+    options: dict[str, Any] = {"text": (str(text_file),), "seq_len": 64, "windows": 1}
+    assert math.isfinite(
+        evaluate(str(source), str(source), EvaluationConfig(**options), progress=False).overall.original
+    )
+    with pytest.raises(InputError, match=r"layer 1 of the original gives infinite .* try the dtype float32"):
+        evaluate(str(source), str(source), EvaluationConfig(dtype="float16", **options), progress=False)
 
 
 def test_records_name_no_absolute_path(
@@ -288,7 +301,7 @@ def test_interrupted(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(comparison, "_sweep", interrupt)
+    monkeypatch.setattr(comparison, "sweep", interrupt)
     result = CliRunner().invoke(main, ["eval", *map(str, pair), "--seq-len", "64", "--quiet"])
     assert result.exit_code == 130 and "Interrupted" in result.stderr and "same command" not in result.stderr
     assert not (pair[1] / EVALUATION).exists()
@@ -296,7 +309,7 @@ def test_interrupted(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_model_equals_itself(make_model: MakeModel, text_file: Path) -> None:
     source = str(make_model())
-    found = evaluate(source, source, text=[str(text_file)], seq_len=32, windows=2, progress=False)
+    found = evaluate(source, source, EvaluationConfig(text=(str(text_file),), seq_len=32, windows=2), progress=False)
     assert found.overall.gap == 0 and found.agreement.top1 == 1 and abs(found.agreement.kl) < 1e-6
     assert found.layers is None  # no recipe: the residual scale is not known, so nothing is claimed
 

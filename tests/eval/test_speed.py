@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from latentfold.convert import convert_checkpoint
 from latentfold.convert.errors import InputError
 from latentfold.convert.model.whole import loaded
+from latentfold.convert.progress import Bars
 from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.source.opening import open_checkpoint
 from latentfold.eval import speed
@@ -20,7 +21,7 @@ from latentfold.eval.cache import held_bytes
 from latentfold.eval.speed import measure_speed
 from tests.conftest import TEXT, MakeModel, load, random_tokens, save_tiny
 
-COMPUTE: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "progress": False}
+COMPUTE: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoi
 def test_every_point_is_measured_for_both_models(
     pair: tuple[Checkpoint, Checkpoint], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = measure_speed(*pair, contexts=(16, 256), batches=(1, 3), decode_tokens=2, **COMPUTE | {"progress": True})
+    found = measure_speed(*pair, contexts=(16, 256), batches=(1, 3), decode_tokens=2, **COMPUTE, progress=Bars())
     assert [(point.context, point.batch) for point in found] == [(16, 1), (16, 3), (256, 1), (256, 3)]
     for point in found:
         size = point.context * point.batch * 2 * 4

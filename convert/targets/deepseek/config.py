@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from latentfold.convert.dtypes import dtype_name
 from latentfold.convert.targets.deepseek.ladders import Ladder
 from latentfold.convert.targets.deepseek.norm import LATENT_EPS
 
@@ -24,8 +25,8 @@ def target_config(
     return {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
-        "dtype": str(dtype).removeprefix("torch."),
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
+        "torch_dtype": dtype_name(dtype),
         "vocab_size": source.vocab_size,
         "hidden_size": source.hidden_size,
         "intermediate_size": source.intermediate_size,

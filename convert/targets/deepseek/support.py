@@ -18,7 +18,7 @@ def why_not(family: Family, config: Any, shape: ModelShape, engine: str) -> list
     if any(w is not None for w in shape.windows):
         reasons.append(f"sliding window attention ({max(w for w in shape.windows if w is not None)} tokens)")
     if family.biased(config) and engine != "transformers":
-        reasons.append("attention bias, which the stock class has in transformers only (--engine transformers)")
+        reasons.append("attention bias, which the stock class has in transformers only (`engine transformers`)")
     if getattr(config, "mlp_bias", False):
         reasons.append("MLP bias (mlp_bias: true): the stock class has none")
     if config.hidden_act not in ("silu", "swish"):

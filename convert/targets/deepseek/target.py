@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -26,25 +25,45 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 
 from latentfold.convert.attention.latent import LatentAttention
+from latentfold.convert.attention.sizes import LayerSize, Sizes, uniform
 from latentfold.convert.calibrate.statistics import RopeStatistics
+from latentfold.convert.families.family import Family
+from latentfold.convert.model.shape import ModelShape
 from latentfold.convert.model.streamed import StreamedModel
 from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.targets.deepseek.config import target_config
 from latentfold.convert.targets.deepseek.ladders import Ladder, ladders
 from latentfold.convert.targets.deepseek.layout import attention_tensors
 from latentfold.convert.targets.deepseek.norm import residual_scale
-from latentfold.convert.targets.target import Copied, OneConversion, Unwritten
+from latentfold.convert.targets.deepseek.support import why_not
+from latentfold.convert.targets.target import Conversion, Copied, Unwritten
 
 KIND = "all"
 """The class has one ladder: its layers are all of a kind."""
 
 
 @dataclass(frozen=True)
-class PortableTarget(OneConversion):
-    """A `latentfold.convert.targets.target.Target`: models that outside attention are what Llama is."""
+class PortableTarget(Conversion):
+    """Models that outside attention are what Llama is."""
 
     name: ClassVar[str] = "deepseek"
-    code: ClassVar[tuple[Path, ...]] = ()
+
+    @classmethod
+    def why_not(cls, family: Family, config: Any, shape: ModelShape, engine: str) -> list[str]:
+        return why_not(family, config, shape, engine)
+
+    @classmethod
+    def why_not_sizes(cls, sizes: Sizes) -> list[str]:
+        if uniform(sizes) is not None:
+            return []
+        return ["layers of different sizes or left as they are: the stock class has one size for all"]
+
+    @property
+    def size(self) -> LayerSize:
+        """The one size of all layers."""
+        found = uniform(self.wanted)
+        assert found is not None
+        return found
 
     @property
     def _biased(self) -> bool:
@@ -58,25 +77,20 @@ class PortableTarget(OneConversion):
     def residual(self) -> float:
         return residual_scale(self.source.rms_norm_eps, self.dtype)
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return (KIND,) * self.shape.num_layers
-
-    @property
-    def rope_dims(self) -> tuple[int, ...]:
-        return (self.rope_dim,) * self.shape.num_layers
+    def kind(self, layer: int) -> str:
+        return KIND
 
     @cached_property
     def ladders(self) -> list[Ladder]:
         """All that `candidates` ever gives."""
-        source = self.source
-        return ladders(source.rope_parameters, self.shape.head_dim, self.rope_dim, source.max_position_embeddings)
+        source, rope_dim = self.source, self.size.rope_dim
+        return ladders(source.rope_parameters, self.shape.head_dim, rope_dim, source.max_position_embeddings)
 
     def candidates(self, layer: int, stats: RopeStatistics, pairs: Tensor) -> list[Ladder]:
         return self.ladders
 
     def ladder(self, kind: str, data: dict[str, Any]) -> Ladder:
-        return Ladder(data, self.rope_dim)
+        return Ladder(data, self.size.rope_dim)
 
     @cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -110,7 +124,9 @@ class PortableTarget(OneConversion):
         return {f"model.layers.{layer}.self_attn.{name}": tensor for name, tensor in tensors.items()}
 
     def config(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
-        return target_config(self.source, chosen[KIND], self.shape.head_dim, self.kv_rank, self.dtype, self._biased)
+        return target_config(
+            self.source, chosen[KIND], self.shape.head_dim, self.size.kv_rank, self.dtype, self._biased
+        )
 
     def rope_parameters(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
         return chosen[KIND].parameters

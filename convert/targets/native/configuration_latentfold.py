@@ -17,8 +17,10 @@ class LatentfoldConfig(PretrainedConfig):
         text_config: the source model's configuration; its `model_type` names the family.
         attention: name of the attention module within a decoder layer.
         num_heads, num_kv_heads, head_dim: of the source's attention.
-        kv_lora_rank: size of the cached latent, r.
+        kv_lora_rank: size of the cached latent, r; where layers differ, a list with each layer's, None for a layer
+            whose attention is the source's own.
         frequencies: for each layer the inverse frequencies of its S rotating keys, any at all; 2S values are cached.
+            None for a layer whose attention is the source's own.
         first_context, frequencies_beyond: from that many tokens on they are the latter (longrope); None: they stay.
         scaling: of the scores, for each layer.
         softcap: scores become softcap * tanh(score / softcap); None: they stay.
@@ -36,9 +38,9 @@ class LatentfoldConfig(PretrainedConfig):
     num_heads: int = 1
     num_kv_heads: int = 1
     head_dim: int = 1
-    kv_lora_rank: int = 1
-    frequencies: list[list[float]] | None = None
-    frequencies_beyond: list[list[float]] | None = None
+    kv_lora_rank: int | list[int | None] = 1
+    frequencies: list[list[float] | None] | None = None
+    frequencies_beyond: list[list[float] | None] | None = None
     first_context: int | None = None
     scaling: list[float] | None = None
     softcap: float | None = None
@@ -60,11 +62,17 @@ class LatentfoldConfig(PretrainedConfig):
             setattr(text, name, value)
 
     @property
-    def rope_dims(self) -> list[int]:
-        """Rotated values cached per token by each layer."""
-        return [2 * len(frequencies) for frequencies in self.frequencies or []]
+    def kv_lora_ranks(self) -> list[int | None]:
+        """Size of each layer's latent; None for a layer whose attention is the source's own."""
+        rank = self.kv_lora_rank
+        return rank if isinstance(rank, list) else [rank] * len(self.frequencies or [])
+
+    @property
+    def rope_dims(self) -> list[int | None]:
+        """Rotated values cached per token by each layer; None for a layer whose attention is the source's own."""
+        return [None if found is None else 2 * len(found) for found in self.frequencies or []]
 
     @property
     def qk_rope_head_dim(self) -> int:
         """Rotated values cached per token, in the layers that cache most."""
-        return max(self.rope_dims)
+        return max((size for size in self.rope_dims if size is not None), default=0)

@@ -1,7 +1,7 @@
 """Multi-head latent attention in any decoder of transformers; ships inside the checkpoint.
 
 A model of this class *is* its source's family - embeddings, norms, MLPs or experts, masks, generation are that
-family's transformers modules - with the attention modules replaced.
+family's transformers modules - with the attention modules replaced, in all layers or in some.
 
 Shape legend
     B  sequences    T  new tokens    N  tokens in the cache and new    D  hidden size    H  query heads    d  head size
@@ -135,7 +135,8 @@ class LatentAttention(nn.Module):
         self.config, self.layer_idx, self.is_causal = config, layer_idx, True
         self.scaling = (config.scaling or [])[layer_idx]
         lists = (config.frequencies, config.frequencies_beyond)
-        frequencies = [found[layer_idx] for found in lists if found is not None]
+        frequencies = [found[layer_idx] or [] for found in lists if found is not None]
+        self.kv_rank: int = config.kv_lora_ranks[layer_idx] or 0
         hidden, heads, size = config.text_config.hidden_size, config.num_heads, config.head_dim
         self.rope_dim = 2 * len(frequencies[0])
         if config.qk_norm:
@@ -146,8 +147,8 @@ class LatentAttention(nn.Module):
         else:
             self.q_proj = nn.Linear(hidden, heads * (size + self.rope_dim), bias=config.qkv_bias)
             width = hidden
-        self.kv_a_proj = nn.Linear(width, config.kv_lora_rank + self.rope_dim, bias=config.qkv_bias)
-        self.kv_b_proj = nn.Linear(config.kv_lora_rank, heads * 2 * size, bias=False)
+        self.kv_a_proj = nn.Linear(width, self.kv_rank + self.rope_dim, bias=config.qkv_bias)
+        self.kv_b_proj = nn.Linear(self.kv_rank, heads * 2 * size, bias=False)
         self.o_proj = nn.Linear(heads * size, hidden, bias=config.o_bias)
         # neither weight nor buffer: never cast to half precision, never stored twice
         self.frequencies = frequencies
@@ -180,7 +181,7 @@ class LatentAttention(nn.Module):
         else:
             queries = self.q_proj(x).unflatten(-1, (config.num_heads, -1)).transpose(1, 2)
             q_nope, q_rope = queries.split([config.head_dim, self.rope_dim], dim=-1)
-        latent, k_rope = self.kv_a_proj(x)[:, None].split([config.kv_lora_rank, self.rope_dim], dim=-1)
+        latent, k_rope = self.kv_a_proj(x)[:, None].split([self.kv_rank, self.rope_dim], dim=-1)
         return q_nope, q_rope, latent, k_rope
 
     def forward(
@@ -210,10 +211,8 @@ class LatentAttention(nn.Module):
             options["dropout"] = getattr(config.text_config, "attention_dropout", 0.0)
         tokens, seen = hidden_states.shape[1], latent.shape[2]
         size = config.head_dim
-        if absorbable(self.kv_b_proj) and absorbing_is_cheaper(
-            tokens, seen, attention_mask, config.kv_lora_rank, size, size
-        ):
-            both = self.kv_b_proj.weight.view(config.num_heads, 2 * size, config.kv_lora_rank)
+        if absorbable(self.kv_b_proj) and absorbing_is_cheaper(tokens, seen, attention_mask, self.kv_rank, size, size):
+            both = self.kv_b_proj.weight.view(config.num_heads, 2 * size, self.kv_rank)
             k_up, v_up = both.chunk(2, dim=1)
             out, weights = absorbed_attention(
                 attend, self, q_nope, q_rope, latent, k_rope, k_up, v_up, attention_mask, **options
@@ -249,8 +248,9 @@ class LatentfoldForCausalLM(PreTrainedModel):
         config._attn_implementation_internal = config.text_config._attn_implementation
         config._experts_implementation_internal = config.text_config._experts_implementation
         layers = [module for module in self.modules() if hasattr(module, config.attention)]
-        for index, layer in enumerate(layers):
-            setattr(layer, config.attention, LatentAttention(config, index, getattr(layer, config.attention)))
+        for index, (layer, rank) in enumerate(zip(layers, config.kv_lora_ranks, strict=True)):
+            if rank is not None:
+                setattr(layer, config.attention, LatentAttention(config, index, getattr(layer, config.attention)))
 
 
 @cache

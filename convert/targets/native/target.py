@@ -11,21 +11,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from latentfold.convert.attention.latent import LatentAttention
+from latentfold.convert.attention.sizes import LayerSize
 from latentfold.convert.calibrate.statistics import RopeStatistics
+from latentfold.convert.dtypes import dtype_name
 from latentfold.convert.factorize.rope import choose_pairs
 from latentfold.convert.families.reading import rows_of
 from latentfold.convert.model.shape import first_context
 from latentfold.convert.model.streamed import StreamedModel
 from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.targets.native import LatentfoldConfig
-from latentfold.convert.targets.target import Copied, OneConversion, Unwritten
+from latentfold.convert.targets.target import Conversion, Copied, Unwritten
 
 
 @dataclass(frozen=True)
@@ -55,24 +57,30 @@ class OwnFrequencies:
 
 
 @dataclass(frozen=True)
-class NativeTarget(OneConversion):
-    """A `latentfold.convert.targets.target.Target`: any family, loaded by the class that ships with it."""
+class NativeTarget(Conversion):
+    """Any family, loaded by the class that ships with it; layers may differ, or stay as they are."""
 
-    name = "native"
-    residual = 1.0
-    engine = "transformers"
-    code = tuple(Path(__file__).with_name(name) for name in ("configuration_latentfold.py", "modeling_latentfold.py"))
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return tuple(map(str, range(self.shape.num_layers)))
+    name: ClassVar[str] = "native"
+    code: ClassVar[tuple[Path, ...]] = tuple(
+        Path(__file__).with_name(name) for name in ("configuration_latentfold.py", "modeling_latentfold.py")
+    )
 
     @property
-    def rope_dims(self) -> tuple[int, ...]:
+    def engine(self) -> str:
+        return "transformers"
+
+    @cached_property
+    def sizes(self) -> tuple[LayerSize | None, ...]:
+        """As wanted, but no more rotating keys than a layer has pairs."""
         heads = self.shape.num_kv_heads
-        return tuple(
-            2 * min(self.rope_dim // 2, heads * len(self._rotation(layer))) for layer in range(self.shape.num_layers)
-        )
+
+        def fitted(layer: int, size: LayerSize) -> LayerSize:
+            return LayerSize(size.kv_rank, 2 * min(size.rope_dim // 2, heads * len(self._rotation(layer))))
+
+        return tuple(size and fitted(layer, size) for layer, size in enumerate(self.wanted))
+
+    def kind(self, layer: int) -> str:
+        return str(layer)
 
     def _rotation(self, layer: int) -> Tensor:
         frequencies, _ = self.model.rotation(layer)
@@ -88,7 +96,9 @@ class NativeTarget(OneConversion):
 
     def _literal(self, layer: int) -> OwnFrequencies:
         """Every frequency equally often, or every so many-th: all that is possible at full size."""
-        source, slots = self._rotation(layer), self.rope_dims[layer] // 2
+        size = self.sizes[layer]
+        assert size is not None
+        source, slots = self._rotation(layer), size.rope_dim // 2
         return OwnFrequencies(source, tuple(s * len(source) // slots for s in range(slots)))
 
     def candidates(self, layer: int, stats: RopeStatistics, pairs: Tensor) -> list[OwnFrequencies]:
@@ -103,7 +113,7 @@ class NativeTarget(OneConversion):
 
     @cached_property
     def _converted(self) -> StreamedModel:
-        data = self.config({kind: self._literal(layer) for layer, kind in enumerate(self.kinds)})
+        data = self.config({self.kind(layer): self._literal(layer) for layer in self.converted})
         return StreamedModel(Unwritten(), LatentfoldConfig(**data), torch.float32, torch.device("cpu"))
 
     @property
@@ -128,7 +138,10 @@ class NativeTarget(OneConversion):
         prefix = self._prefix(layer)
         attention = f"{prefix}{self.family.attention}."
         return self._copies(
-            lambda name: name.startswith(prefix) and not (name.startswith(attention) and self._is_new(name))
+            lambda name: (
+                name.startswith(prefix)
+                and not (layer in self.converted and name.startswith(attention) and self._is_new(name))
+            )
         )
 
     def _is_new(self, name: str) -> bool:
@@ -169,10 +182,11 @@ class NativeTarget(OneConversion):
         prefix = f"{self._prefix(0)}{self.family.attention}."
         q, k, v = self.family.split(rows_of(self._meta, prefix, self.family, self.model.stored), self.shape)
         biased = [rows.shape[1] > self.shape.hidden_size for rows in (q, k, v)]
-        ladders = [chosen[kind] for kind in self.kinds]
+        ladders = [chosen[self.kind(layer)] if size else None for layer, size in enumerate(self.sizes)]
+        ranks = [size and size.kv_rank for size in self.sizes]
         beyond = self._beyond
         text = json.loads(self.source.to_json_string(use_diff=False))
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return {
             "architectures": ["LatentfoldForCausalLM"],
             "model_type": LatentfoldConfig.model_type,
@@ -185,9 +199,11 @@ class NativeTarget(OneConversion):
             "num_heads": self.shape.num_heads,
             "num_kv_heads": self.shape.num_kv_heads,
             "head_dim": self.shape.head_dim,
-            "kv_lora_rank": self.kv_rank,
-            "frequencies": [ladder.frequencies.tolist() for ladder in ladders],
-            "frequencies_beyond": None if beyond is None else [beyond[ladder.data].tolist() for ladder in ladders],
+            "kv_lora_rank": ranks[0] if len(set(ranks)) == 1 else ranks,
+            "frequencies": [ladder and ladder.frequencies.tolist() for ladder in ladders],
+            "frequencies_beyond": None
+            if beyond is None
+            else [ladder and beyond[ladder.data].tolist() for ladder in ladders],
             "first_context": first_context(self.source),
             "scaling": [self._scaling(layer) for layer in range(self.shape.num_layers)],
             "softcap": self.family.softcap(self.source),

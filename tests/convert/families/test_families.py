@@ -20,7 +20,7 @@ from latentfold.convert.model.shape import model_shape
 from latentfold.convert.source.config import read_config
 from latentfold.convert.source.opening import open_checkpoint
 from latentfold.convert.targets.native import LatentfoldForCausalLM
-from latentfold.eval import evaluate
+from latentfold.eval import EvaluationConfig, evaluate
 from tests.conftest import DEFAULT_ROPE, load, random_tokens
 from tests.families import MODELS, save_family
 
@@ -81,7 +81,7 @@ def test_beyond_the_first_context(tmp_path: Path, options: dict[str, Any]) -> No
         assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
         converted.config.first_context = 256
         assert (converted(tokens).logits - expected).abs().max() > 1e-2 * expected.abs().max()
-    with pytest.raises(InputError, match="--seq-len 128: the model takes at most 64"):
+    with pytest.raises(InputError, match="seq_len 128: the model takes at most 64"):
         convert_checkpoint(str(source), str(tmp_path / "x"), **options | {"seq_len": 128})
 
 
@@ -103,7 +103,7 @@ def test_reduced_size(name: str, tmp_path: Path, options: dict[str, Any]) -> Non
     # the cache is as small as promised, and forgets what left the window
     config = model.config
     widths = [config.kv_lora_rank + rope_dim for rope_dim in config.rope_dims]
-    assert recipe["cache_values"]["converted"] == max(widths) <= 14
+    assert recipe.cache_values.converted == sum(widths) and max(widths) <= 14
     for index, layer in enumerate(cache.layers):
         window = model_shape(config).windows[index]
         held = TOKENS if window is None else min(TOKENS, window - 1)
@@ -289,8 +289,8 @@ def test_auto_takes_the_stock_class_wherever_it_fits(tmp_path: Path, options: di
         source, out = save_family(tmp_path / name, name), tmp_path / f"{name}-out"
         recipe = convert_checkpoint(str(source), str(out), **sizes, **options).recipe
         assert json.loads((out / "config.json").read_text())["model_type"] == expected
-        assert recipe["options"]["target"] == ("deepseek" if name == "llama" else "native")
-    with pytest.raises(InputError, match=r"attention bias, .*--engine transformers"):
+        assert recipe.options.target == ("deepseek" if name == "llama" else "native")
+    with pytest.raises(InputError, match=r"attention bias, .*engine transformers"):
         convert_checkpoint(str(tmp_path / "qwen2"), str(tmp_path / "x"), target="deepseek", **sizes, **options)
 
 
@@ -298,7 +298,7 @@ def test_without_rope_all_of_the_cache_is_latent(tmp_path: Path, options: dict[s
     source = save_family(tmp_path / "source", "gpt2")
     for size in ({"cache_values": 20}, {"kv_rank": 20}, {"cache_ratio": 20 / 64}):
         recipe = convert_checkpoint(str(source), str(tmp_path / "out"), **size, overwrite=True, **options).recipe
-        assert recipe["cache_values"] == {"source": 64, "converted": 20}
+        assert (recipe.cache_values.source, recipe.cache_values.converted) == (2 * 64, 2 * 20)
     proposal = inspect_model(str(source)).proposal
     assert proposal is not None and proposal.rope_dim == 0 and 0.3 < proposal.cached_share < 0.4
 
@@ -320,7 +320,9 @@ def test_names_without_the_decoders_prefix(tmp_path: Path, options: dict[str, An
 def test_evaluates(name: str, tmp_path: Path, text_file: Path, options: dict[str, Any]) -> None:
     source, out = save_family(tmp_path / "source", name), tmp_path / "out"
     convert_checkpoint(str(source), str(out), target="native", **full_size(source), **options)
-    found = evaluate(str(source), str(out), text=[str(text_file)], seq_len=32, windows=1, progress=False)
+    found = evaluate(
+        str(source), str(out), EvaluationConfig(text=(str(text_file),), seq_len=32, windows=1), progress=False
+    )
     assert abs(found.overall.gap) < 1e-4
     assert found.layers is not None and all(layer.output < 1e-3 for layer in found.layers)
     assert found.cache_converted.measured <= found.cache_converted.counted
@@ -353,6 +355,6 @@ def test_the_same_model_in_another_house(tmp_path: Path, options: dict[str, Any]
         size = {"kv_rank": 12, "rope_dim": 8}
         recipe = convert_checkpoint(str(source), str(out), target="native", **size, **options).recipe
         with torch.no_grad():
-            found[source.name] = load(out)(random_tokens(2)).logits, [layer["output"] for layer in recipe["layers"]]
+            found[source.name] = load(out)(random_tokens(2)).logits, [layer.output for layer in recipe.layers]
     assert torch.allclose(found["phi3"][0], found["llama"][0], atol=1e-3)
     assert found["mha"][1] == pytest.approx(found["llama"][1], rel=0.05)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3ForCausalLM
 
-from latentfold.convert import convert_checkpoint
+from latentfold.convert import convert_checkpoint, read_recipe
 from latentfold.convert.files import sha256
 from latentfold.convert.write.writer import PARTIAL, CheckpointWriter
 from tests.conftest import DEFAULT_ROPE, LINEAR_ROPE, LLAMA3_ROPE, MakeModel, load, random_tokens
@@ -42,7 +42,7 @@ def test_every_shape_converts_reloads_generates(
     assert not (out / PARTIAL).exists()
     model = load(out)
     assert type(model) is DeepseekV3ForCausalLM
-    assert result.recipe["cache_values"]["converted"] == 12
+    assert result.recipe.cache_values.converted == 2 * 12
     generated = model.generate(random_tokens(1), min_new_tokens=5, max_new_tokens=5, do_sample=False)
     assert generated.shape == (1, 29)
     cache = model(random_tokens(1), use_cache=True).past_key_values
@@ -110,10 +110,10 @@ def test_yarn_ladder_sets_both_mscales(make_model: MakeModel, tmp_path: Path, op
     source = make_model(rope_parameters=dict(LLAMA3_ROPE), num_key_value_heads=1)
     out = tmp_path / "out"
     recipe = convert_checkpoint(str(source), str(out), kv_rank=16, rope_dim=8, **options).recipe
-    candidates = {c["rope"]: c["expected_rotation_error"] for c in recipe["ladder"]["candidates"]}
+    candidates = {c.rope: c.expected_rotation_error for c in recipe.ladder.candidates}
     assert any(name.startswith("yarn") for name in candidates)
     parameters = json.loads((out / "config.json").read_text())["rope_parameters"]
-    assert parameters == recipe["ladder"]["rope_parameters"]
+    assert parameters == recipe.ladder.rope_parameters
     if parameters["rope_type"] == "yarn":
         assert parameters["mscale"] == parameters["mscale_all_dim"] == 1.0
 
@@ -129,7 +129,7 @@ def test_old_config_spelling_gives_the_same_model(
     config["rope_scaling"] = {"type": "linear", "factor": 2.0}
     (source / "config.json").write_text(json.dumps(config))
     second = convert_checkpoint(str(source), str(tmp_path / "b"), kv_rank=8, rope_dim=4, **options)
-    assert first.recipe["files"]["model.safetensors"] == second.recipe["files"]["model.safetensors"]
+    assert first.recipe.files["model.safetensors"] == second.recipe.files["model.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_shards_and_index(make_model: MakeModel, tmp_path: Path, options: dict[s
     assert index["metadata"]["total_size"] == sum(
         t.nbytes for file in set(index["weight_map"].values()) for t in load_file(out / file).values()
     )
-    for name, digest in recipe["files"].items():
+    for name, digest in recipe.files.items():
         assert sha256(out / name) == digest
     assert load(out)(random_tokens()).logits.isfinite().all()
 
@@ -204,8 +204,8 @@ def test_interrupted_run_resumes_to_the_same_bytes(
         patch.setattr(CheckpointWriter, "write", noting)
         resumed = convert_checkpoint(str(source), str(out), **sizes, **options).recipe
     assert written[0] == step  # nothing before it was done again
-    assert resumed["files"] == whole["files"]
-    assert resumed["layers"] == whole["layers"]
+    assert resumed.files == whole.files
+    assert resumed.layers == whole.layers
 
 
 def test_interrupted_run_with_other_options_is_refused(
@@ -223,7 +223,7 @@ def test_interrupted_run_with_other_options_is_refused(
     with pytest.raises(ValueError, match="interrupted conversion with other options"):
         convert_checkpoint(str(source), str(out), kv_rank=9, rope_dim=4, **options)
     result = convert_checkpoint(str(source), str(out), kv_rank=9, rope_dim=4, overwrite=True, **options)
-    assert result.recipe["options"]["kv_rank"] == 9
+    assert result.recipe.options.kv_rank == 9
     assert not (out / PARTIAL).exists()
 
 
@@ -233,7 +233,7 @@ def test_overwrite_replaces_and_repeats(make_model: MakeModel, tmp_path: Path, o
     (out / "stray.txt").write_text("old")
     second = convert_checkpoint(str(source), str(out), kv_rank=8, rope_dim=4, overwrite=True, **options).recipe
     assert not (out / "stray.txt").exists()
-    assert first["files"] == second["files"]  # same options, same bytes
+    assert first.files == second.files  # same options, same bytes
 
 
 def test_a_damaged_write_is_noticed(
@@ -257,11 +257,11 @@ def test_a_damaged_write_is_noticed(
 def test_recipe_says_how_to_repeat_it(make_model: MakeModel, tmp_path: Path, options: dict[str, Any]) -> None:
     source = make_model()
     recipe = convert_checkpoint(str(source), str(tmp_path / "out"), kv_rank=8, rope_dim=4, seed=3, **options).recipe
-    assert recipe == json.loads((tmp_path / "out" / "latentfold.json").read_text())
-    assert str(tmp_path) not in json.dumps(recipe)  # it may be published
-    assert recipe["options"]["seed"] == 3 and recipe["options"]["kv_rank"] == 8
-    assert len(recipe["calibration"]["sha256"]) == 64
-    assert recipe["residual_scale"] == pytest.approx(0.1**0.5)
-    assert len(recipe["layers"]) == 2 and set(recipe["layers"][0]) == {"rope", "key", "value", "output"}
-    assert recipe["parameters"]["source"] == sum(p.numel() for p in load(source).parameters())
-    assert recipe["parameters"]["converted"] == sum(p.numel() for p in load(tmp_path / "out").parameters())
+    assert recipe == read_recipe(tmp_path / "out")
+    assert str(tmp_path) not in json.dumps(recipe.to_dict())  # it may be published
+    assert recipe.options.seed == 3 and recipe.options.kv_rank == 8
+    assert len(recipe.calibration.sha256) == 64
+    assert recipe.residual_scale == pytest.approx(0.1**0.5)
+    assert len(recipe.layers) == 2 and all(recipe.layers)
+    assert recipe.parameters.source == sum(p.numel() for p in load(source).parameters())
+    assert recipe.parameters.converted == sum(p.numel() for p in load(tmp_path / "out").parameters())

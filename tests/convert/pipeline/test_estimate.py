@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from latentfold.convert import InputError, convert_checkpoint
+from latentfold.convert import InputError, convert_checkpoint, estimate_sizes
 from latentfold.convert.cli import main
-from latentfold.convert.config import ConversionConfig
 from latentfold.convert.model.shape import model_shape
 from latentfold.convert.pipeline import run as pipeline
-from latentfold.convert.pipeline.estimate import estimate_sizes
 from latentfold.convert.plan.sizes import divisible, splits
 from latentfold.convert.source.config import read_config
 from latentfold.convert.source.opening import open_checkpoint
@@ -33,14 +31,14 @@ def test_a_number_of_values_is_divided_by_a_survey(
 ) -> None:
     source = str(make_model())
     result = convert_checkpoint(source, str(tmp_path / "out"), cache_ratio=0.5, **options)
-    chosen, tried = result.recipe["options"], result.recipe["split"]
-    assert chosen["kv_rank"] + chosen["rope_dim"] == 16 and len(tried) == 4
-    best = min(tried, key=lambda size: size["expected_error"])
-    assert (best["kv_rank"], best["rope_dim"]) == (chosen["kv_rank"], chosen["rope_dim"])
+    chosen, tried = result.recipe.options, result.recipe.split
+    assert chosen.kv_rank + chosen.rope_dim == 16 and len(tried) == 4
+    best = min(tried, key=lambda size: size.expected_error)
+    assert (best.kv_rank, best.rope_dim) == (chosen.kv_rank, chosen.rope_dim)
     config = load(tmp_path / "out").config
-    assert (config.kv_lora_rank, config.qk_rope_head_dim) == (chosen["kv_rank"], chosen["rope_dim"])
+    assert (config.kv_lora_rank, config.qk_rope_head_dim) == (chosen.kv_rank, chosen.rope_dim)
     again = convert_checkpoint(source, str(tmp_path / "again"), cache_values=16, **options)
-    assert again.recipe["split"] == tried
+    assert again.recipe.split == tried
 
 
 @pytest.mark.parametrize(
@@ -71,7 +69,7 @@ def test_the_bounds_told_are_those_that_divide(kv_heads: int, make_model: MakeMo
 
 def test_dry_run_says_that_the_sizes_are_open(make_model: MakeModel, tmp_path: Path) -> None:
     command = ["convert", str(make_model()), str(tmp_path / "out"), "--cache-values", "16", "--dry-run"]
-    assert "chooses kv-rank + rope-dim from 14 + 2, 12 + 4, 10 + 6, 8 + 8" in CliRunner().invoke(main, command).stdout
+    assert "chooses kv_rank + rope_dim from 14 + 2, 12 + 4, 10 + 6, 8 + 8" in CliRunner().invoke(main, command).stdout
 
 
 def test_an_interrupted_conversion_is_not_surveyed_again(
@@ -94,7 +92,7 @@ def test_an_interrupted_conversion_is_not_surveyed_again(
 
 
 def test_larger_sizes_cost_less(make_model: MakeModel, options: dict[str, Any]) -> None:
-    found = estimate_sizes(ConversionConfig(str(make_model()), None, **options))
+    found = estimate_sizes(str(make_model()), **options)
     errors = [size.expected_error for size in found]
     assert len(found) >= 3 and errors[0] > errors[-1] > 0
     assert [size.cached_share for size in found] == sorted(size.cached_share for size in found)

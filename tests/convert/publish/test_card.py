@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +18,11 @@ from latentfold.convert.cli import main
 from latentfold.convert.publish.card import BEGIN, END, FIGURES, convert_command, render_card, write_card
 from latentfold.convert.write.recipe import RECIPE, fingerprint
 from latentfold.eval.records import EVALUATION, Evaluation
+from tests import recipes
 from tests.conftest import MakeModel
 from tests.evaluations import bare_evaluation, full_evaluation, text_result
 from tests.hub_server import HubServer
-
-RECIPE_OF_A_HUB_MODEL: dict[str, Any] = {
-    "latentfold": "0.1.0",
-    "source": {
-        "name": "org/Small-Model",
-        "revision": "12fd25f77366fa6b3b4b768ec3050bf629380bac",
-        "license": "apache-2.0",
-        "license_name": None,
-        "license_link": None,
-        "language": ["en", "de"],
-    },
-    "options": {
-        "kv_rank": 96,
-        "rope_dim": 32,
-        "calibration": ["/home/me/my texts.txt"],
-        "calibration_tokens": 8192,
-        "seq_len": 2048,
-        "seed": 3,
-        "device": "auto",
-        "dtype": "bfloat16",
-        "max_shard_size": "5GB",
-    },
-    "calibration": {"texts": ["/home/me/my texts.txt"], "windows": [4, 2048], "sha256": "c" * 64},
-    "versions": {"torch": "2.13.0", "transformers": "5.24.0"},
-    "cache_values": {"source": 384, "converted": 128},
-    "parameters": {"source": 134515008, "converted": 166700160},
-    "check": {},
-    "files": {"model.safetensors": "f" * 64},
-}
-
-
-def recipe(**source: Any) -> dict[str, Any]:
-    return RECIPE_OF_A_HUB_MODEL | {"source": RECIPE_OF_A_HUB_MODEL["source"] | source}
+from tests.recipes import recipe_of
 
 
 def metadata(text: str) -> dict[str, Any]:
@@ -66,19 +35,19 @@ def test_the_hub_and_its_client_accept_the_metadata(monkeypatch: pytest.MonkeyPa
     with HubServer() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         for evaluation in (None, full_evaluation(texts=texts), bare_evaluation()):
-            text = render_card(recipe(), evaluation, None)
+            text = render_card(recipe_of(), evaluation, None)
             card = ModelCard(text)
             card.validate()
             assert str(card) == text
             assert len(card.data.get("eval_results", [])) == {None: 0, 2: 7, 1: 2}[evaluation and len(evaluation.texts)]
         with pytest.raises(ValueError, match="license"):
-            ModelCard(render_card(recipe(license="Not An Id"), None, None)).validate()
+            ModelCard(render_card(recipe_of(license="Not An Id"), None, None)).validate()
         assert len(server.requests_for("POST", "/api/validate-yaml")) == 4
 
 
 def test_metadata_follow_from_source_and_evaluation() -> None:
     evaluation = full_evaluation()
-    found = metadata(render_card(recipe(), evaluation, None))
+    found = metadata(render_card(recipe_of(), evaluation, None))
     results = found.pop("model-index")[0]["results"]
     assert found == {
         "base_model": "org/Small-Model",
@@ -91,7 +60,7 @@ def test_metadata_follow_from_source_and_evaluation() -> None:
     values = {(r["dataset"]["type"], m["type"]): m["value"] for r in results for m in r["metrics"]}
     assert values["persuasion-1817-bundled", "nll-gap"] == pytest.approx(evaluation.overall.gap, abs=1e-4)
     assert values["arc_easy", "acc_norm"] == 0.4263
-    unknown = metadata(render_card(recipe(name="./small", revision=None, license=None, language=None), None, None))
+    unknown = metadata(render_card(recipe_of(name="./small", revision=None, license=None, language=None), None, None))
     assert not {"base_model", "license", "language", "model-index"} & set(unknown)
 
 
@@ -100,24 +69,24 @@ def test_what_the_user_wrote_stays() -> None:
         "---\nlicense: mit\nmy_key: 1\ntags:\n- mine\nbase_model: other/model\n---\n"
         f"# My title\n\nBefore.\n\n{BEGIN}\nold\n{END}\n\nAfter.\n"
     )
-    text = render_card(recipe(), full_evaluation(), mine)
+    text = render_card(recipe_of(), full_evaluation(), mine)
     assert "\n# My title\n\nBefore.\n\n" + BEGIN in text and text.endswith(END + "\n\nAfter.\n")
     assert "\nold\n" not in text
     found = metadata(text)
     assert found["my_key"] == 1 and found["tags"][:2] == ["mine", "latentfold"]
     assert found["license"] == "apache-2.0" and found["base_model"] == "org/Small-Model"
-    assert render_card(recipe(), full_evaluation(), text) == text
-    unmeasured = render_card(recipe(), None, text)
+    assert render_card(recipe_of(), full_evaluation(), text) == text
+    unmeasured = render_card(recipe_of(), None, text)
     assert "Not measured" in unmeasured and "model-index" not in unmeasured and "perplexity" not in unmeasured
-    assert metadata(render_card(recipe(license=None), None, mine))["license"] == "mit"
+    assert metadata(render_card(recipe_of(license=None), None, mine))["license"] == "mit"
 
 
 @pytest.mark.parametrize("existing", ["", "# Mine\n", "---\ntitle: x\n---\n# Mine\n", "Mine, no line end"])
 def test_a_card_without_markers_gets_them_at_its_end(existing: str) -> None:
-    text = render_card(recipe(), full_evaluation(), existing)
+    text = render_card(recipe_of(), full_evaluation(), existing)
     assert text.count(BEGIN) == text.count(END) == 1 and text.endswith(END + "\n")
     assert text.index("Mine" if existing else BEGIN) <= text.index(BEGIN)
-    assert render_card(recipe(), full_evaluation(), text) == text
+    assert render_card(recipe_of(), full_evaluation(), text) == text
 
 
 @pytest.mark.parametrize(
@@ -132,7 +101,7 @@ def test_a_card_without_markers_gets_them_at_its_end(existing: str) -> None:
 )
 def test_a_damaged_card_is_left_alone(existing: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        render_card(recipe(), None, existing)
+        render_card(recipe_of(), None, existing)
 
 
 def test_measured_texts_that_would_damage_a_card() -> None:
@@ -141,8 +110,8 @@ def test_measured_texts_that_would_damage_a_card() -> None:
     assert found.continuations
     marked = replace(found.continuations[0], prompt=f"{END} {BEGIN}", converted=END)
     hostile = replace(found, continuations=(marked,), texts=(replace(found.texts[0], name="a\udcff\n.txt"),))
-    text = render_card(recipe(), hostile, None)
-    assert text.encode() and render_card(recipe(), hostile, text) == text
+    text = render_card(recipe_of(), hostile, None)
+    assert text.encode() and render_card(recipe_of(), hostile, text) == text
     assert metadata(text)["model-index"][0]["results"][0]["dataset"]["name"] == "a\N{REPLACEMENT CHARACTER} .txt"
 
 
@@ -165,21 +134,22 @@ def test_cards_in_other_encodings(make_model: MakeModel, tmp_path: Path, options
 
 
 def test_the_command_is_the_one_that_was_run() -> None:
-    words = shlex.split(convert_command(recipe()))
+    words = shlex.split(convert_command(recipe_of()))
     assert words[:2] == ["latentfold", "convert"]
     command = main.commands["convert"]
     found = command.make_context("convert", words[2:]).params
-    options = RECIPE_OF_A_HUB_MODEL["options"]
+    options = asdict(recipes.RECIPE.options)
+    options = {name: value for name, value in options.items() if name != "queries"}  # no option of the command
     assert {name: found[name] for name in options} == options | {"calibration": ("my texts.txt",)}
-    assert (found["model"], found["revision"]) == ("org/Small-Model", RECIPE_OF_A_HUB_MODEL["source"]["revision"])
-    local = render_card(recipe(name="/home/me/models/small", revision=None), None, None)
+    assert (found["model"], found["revision"]) == ("org/Small-Model", recipes.RECIPE.source.revision)
+    local = render_card(recipe_of(name="/home/me/models/small", revision=None), None, None)
     assert "latentfold convert small OUT" in local and "/home/me" not in local
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
     """Leave an evaluation beside a checkpoint as one of its weights."""
     found = json.loads((folder / RECIPE).read_text())
-    provenance = evaluation.provenance | {"fingerprint": fingerprint(found)}
+    provenance = evaluation.provenance | {"fingerprint": fingerprint(found["files"])}
     (folder / EVALUATION).write_text(json.dumps(replace(evaluation, provenance=provenance).to_dict()))
 
 

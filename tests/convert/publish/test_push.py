@@ -29,6 +29,7 @@ from latentfold.eval.records import EVALUATION
 from tests.conftest import TEXT, save_tiny
 from tests.evaluations import full_evaluation
 from tests.hub_server import Fault, HubServer
+from tests.recipes import recipe_of
 
 pytestmark = pytest.mark.hub
 
@@ -60,7 +61,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_evaluation(folder: Path, **provenance: Any) -> None:
     """An evaluation as one of this checkpoint's weights, unless told otherwise."""
     found = full_evaluation()
-    provenance = found.provenance | {"fingerprint": fingerprint(read_recipe(folder))} | provenance
+    provenance = found.provenance | {"fingerprint": fingerprint(read_recipe(folder).files)} | provenance
     (folder / EVALUATION).write_text(json.dumps(replace(found, provenance=provenance).to_dict()))
 
 
@@ -123,7 +124,7 @@ def test_one_commit_holds_everything(server: HubServer, out: Path) -> None:
 
 
 def test_files_of_an_earlier_conversion_go_in_the_same_commit(server: HubServer, out: Path) -> None:
-    earlier = read_recipe(out)
+    earlier = read_recipe(out).to_dict()
     earlier["files"] |= {"model-00009-of-00009.safetensors": "0" * 64}
     files = {RECIPE: json.dumps(earlier).encode(), "model-00009-of-00009.safetensors": b"old", "figures/a.png": b"old"}
     repo = server.create_repo(REPO, files=files | {"mine.gguf": b"mine"})
@@ -142,13 +143,13 @@ def test_pull_request_and_branch(server: HubServer, out: Path) -> None:
     assert published(server) == {} and published(server, "int/v2") == contents(out)
     assert len(repo.commits("int/v2")) == 2
     for options in ({"revision": "x"}, {"tag": "x"}):
-        with pytest.raises(InputError, match="--create-pr"):
+        with pytest.raises(InputError, match="create_pr"):
             push(out, create_pr=True, **options)
 
 
 def test_a_repository_of_something_else_is_not_touched(server: HubServer, out: Path) -> None:
     repo = server.create_repo(REPO, files={"config.json": b"{}", "deep/notes.txt": b"mine"})
-    with pytest.raises(InputError, match=r"holds config\.json and no latentfold\.json.*--overwrite"):
+    with pytest.raises(InputError, match=r"holds config\.json and no latentfold\.json.*overwrite"):
         push(out)
     assert len(repo.commits()) == 2 and repo.lfs_objects == {}
     push(out, overwrite=True)
@@ -299,7 +300,7 @@ def invoke(*args: Any) -> Result:
 
 
 def edit_recipe(out: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    recipe = read_recipe(out)
+    recipe = json.loads((out / RECIPE).read_text())
     change(recipe)
     (out / RECIPE).write_text(json.dumps(recipe))
 
@@ -317,7 +318,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (shutil.rmtree, "no such folder"),
     "unfinished": (lambda out: (out / ".latentfold-partial").mkdir(), "unfinished conversion"),
     "no recipe": (lambda out: (out / RECIPE).unlink(), "no latentfold.json"),
-    "foreign recipe": (lambda out: (out / RECIPE).write_text("{}"), "has no source"),
+    "foreign recipe": (lambda out: (out / RECIPE).write_text("{}"), "not the record of a conversion"),
     "weights changed": (lambda out: flip_last_byte(shard(out)), "SHA-256 differs"),
     "config changed": (lambda out: (out / "config.json").write_text("{}"), "config.json is not what"),
     "weights missing": (lambda out: shard(out).unlink(), "is missing"),
@@ -431,7 +432,7 @@ def test_unevaluated_if_told_so(server: HubServer, out: Path) -> None:
     ],
 )
 def test_licence_notices(licence: str | None, message: str | None) -> None:
-    found = licence_notice({"source": {"license": licence}})
+    found = licence_notice(recipe_of(license=licence))
     assert found is None if message is None else found is not None and message in found
 
 

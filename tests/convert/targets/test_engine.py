@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
 
 from latentfold.convert import InputError, convert_checkpoint, enable_absorbed_decode
-from latentfold.eval import evaluate
+from latentfold.eval import EvaluationConfig, evaluate
 from tests.conftest import MakeModel, random_tokens
 from tests.families import save_family
 
@@ -30,7 +30,7 @@ def test_biases_are_exact(name: str, tmp_path: Path, options: dict[str, Any]) ->
     source, out = save_family(tmp_path / "source", name, **changes), tmp_path / "out"
     options |= {"target": "deepseek", "engine": "transformers"}
     recipe = convert_checkpoint(str(source), str(out), **FULL, **options).recipe
-    assert recipe["options"]["engine"] == "transformers"
+    assert recipe.options.engine == "transformers"
     converted = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     assert type(converted) is DeepseekV3ForCausalLM
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -55,13 +55,15 @@ def test_reduced_size_evaluates(tmp_path: Path, text_file: Path, options: dict[s
     source, out = save_family(tmp_path / "source", "qwen2"), tmp_path / "out"
     convert_checkpoint(str(source), str(out), kv_rank=12, rope_dim=8, engine="transformers", **options)
     assert json.loads((out / "config.json").read_text())["model_type"] == "deepseek_v3"  # auto prefers it, then
-    found = evaluate(str(source), str(out), text=[str(text_file)], seq_len=32, windows=1, progress=False)
+    found = evaluate(
+        str(source), str(out), EvaluationConfig(text=(str(text_file),), seq_len=32, windows=1), progress=False
+    )
     assert found.layers is not None and len(found.layers) == 2
 
 
 def test_any_engine_takes_no_bias(tmp_path: Path, options: dict[str, Any]) -> None:
     source = save_family(tmp_path / "source", "qwen2")
-    with pytest.raises(InputError, match="--engine transformers"):
+    with pytest.raises(InputError, match="engine transformers"):
         convert_checkpoint(str(source), str(tmp_path / "out"), **FULL, target="deepseek", **options)
 
 
@@ -71,6 +73,6 @@ def test_without_biases_the_engine_changes_nothing(
     source = str(make_model())
     for engine in ("any", "transformers"):
         recipe = convert_checkpoint(source, str(tmp_path / engine), **FULL, engine=engine, **options).recipe
-        assert recipe["options"]["engine"] == "any"  # that is what loads it
+        assert recipe.options.engine == "any"  # that is what loads it
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "any" / name).read_bytes() == (tmp_path / "transformers" / name).read_bytes()

@@ -152,7 +152,7 @@ def test_tasks_that_run_code_are_refused(folder: str) -> None:
 
 
 def test_missing_folder_and_missing_packages(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"--include-path .*: no such folder"):
+    with pytest.raises(InputError, match=r"include_path .*: no such folder"):
         check_tasks(["tiny_choice"], folder + "x")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(InputError, match=r"\(lm_eval missing\); pip install 'lm-eval"):

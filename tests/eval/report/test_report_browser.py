@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from latentfold.eval.report.html import html
 from tests.evaluations import bare_evaluation, full_evaluation, text_result
+from tests.recipes import RECIPE, recipe_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the path")
@@ -89,7 +91,7 @@ def look(pages: dict[str, str], folder: Path, *, dark: bool) -> tuple[dict[tuple
 @cache
 def pages() -> dict[str, str]:
     long = "/a/very/long/path/" + "x" * 120 + "/<script>console.error('ran')</script>.txt"
-    recipe = {"source": {"name": long}, "calibration": {"texts": [long, long]}}
+    recipe = replace(recipe_of(name=long), calibration=replace(RECIPE.calibration, texts=(long, long)))
     several = full_evaluation(texts=(text_result(), text_result(long, gap=0.1)), converted=long, original=long)
     return {"full": html(full_evaluation()), "bare": html(bare_evaluation()), "several": html(several, recipe)}
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from latentfold.convert.attention.sizes import LayerSize
+from latentfold.convert.calibrate.probe import Sampling
+from latentfold.convert.dtypes import DTYPES
 from latentfold.convert.errors import InputError
 from latentfold.convert.model.devices import resolve_device
-
-DEFAULT_WINDOW = 4096
-
-PORTABLE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-OUTPUT_DTYPES = PORTABLE_DTYPES | {"float16": torch.float16}
-
-TARGETS = ("auto", "deepseek", "native")
+from latentfold.convert.targets.registry import TARGETS
+from latentfold.convert.text.windows import DEFAULT_WINDOW
 
 ENGINES = ("any", "transformers")
 
@@ -35,6 +32,7 @@ class ConversionConfig:
         cache_values: values to cache per token and layer; how many of them rotate is chosen by a survey of a few
             layers. Instead of kv_rank and rope_dim.
         cache_ratio: the same as a share of the source's.
+        sizes: the size of each layer, None for one that is left as it is. Instead of all these.
         calibration: text or jsonl files; empty: the bundled text.
         calibration_tokens: tokens to calibrate on, at most.
         seq_len: tokens of a calibration window; None: 4096, or what the model takes.
@@ -49,17 +47,17 @@ class ConversionConfig:
         max_shard_size: as in transformers, "5GB".
         stream: keep no copy of a Hub source: fetch its shards when they are needed and delete them (slower).
         overwrite: replace what `output` holds, once the new checkpoint is complete.
-        progress: show progress on stderr.
     """
 
     source: str
     output: str | None
     revision: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)  # a secret
     kv_rank: int | None = None
     rope_dim: int | None = None
     cache_values: int | None = None
     cache_ratio: float | None = None
+    sizes: tuple[LayerSize | None, ...] | None = None
     calibration: tuple[str, ...] = ()
     calibration_tokens: int = 28672
     seq_len: int | None = None
@@ -72,37 +70,32 @@ class ConversionConfig:
     max_shard_size: str = "5GB"
     stream: bool = False
     overwrite: bool = False
-    progress: bool = True
 
     def __post_init__(self) -> None:
-        if self.target not in TARGETS:
-            raise InputError(f"--target {self.target}: expected {', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
-        if self.engine not in ENGINES:
-            raise InputError(f"--engine {self.engine}: expected {' or '.join(ENGINES)}")
-        if self.dtype == "float16" and self.target != "native":
-            raise InputError(
-                "--dtype float16: the latent norm is made neutral with values float16 cannot hold; "
-                "use bfloat16 or float32, or --target native"
-            )
-        if self.dtype not in {"auto", *OUTPUT_DTYPES}:
-            raise InputError(f"--dtype {self.dtype}: expected auto, bfloat16 or float32 (--target native: or float16)")
+        for name, value, choices in (
+            ("target", self.target, ("auto", *TARGETS)),
+            ("engine", self.engine, ENGINES),
+            ("dtype", self.dtype, ("auto", *DTYPES)),
+        ):
+            if value not in choices:
+                raise InputError(f"{name} {value}: expected {', '.join(choices[:-1])} or {choices[-1]}")
         if self.kv_rank is not None and self.kv_rank < 1:
-            raise InputError(f"--kv-rank {self.kv_rank}: expected a positive number")
+            raise InputError(f"kv_rank {self.kv_rank}: expected a positive number")
         if self.rope_dim is not None and (self.rope_dim < 0 or self.rope_dim % 2):
-            raise InputError(f"--rope-dim {self.rope_dim}: expected a positive even number (two values a frequency)")
-        given = [self.cache_values is not None, self.cache_ratio is not None]
+            raise InputError(f"rope_dim {self.rope_dim}: expected a positive even number (two values a frequency)")
+        given = [value is not None for value in (self.cache_values, self.cache_ratio, self.sizes)]
         if sum([*given, self.kv_rank is not None or self.rope_dim is not None]) > 1:
-            raise InputError("expected one of --cache-values, --cache-ratio, and --kv-rank with --rope-dim")
+            raise InputError("expected one of cache_values, cache_ratio, sizes, and kv_rank with rope_dim")
         if self.cache_values is not None and self.cache_values < 3:
-            raise InputError(f"--cache-values {self.cache_values}: expected at least 3")
+            raise InputError(f"cache_values {self.cache_values}: expected at least 3")
         if self.cache_ratio is not None and not 0 < self.cache_ratio < 1:
-            raise InputError(f"--cache-ratio {self.cache_ratio}: expected a share between 0 and 1")
+            raise InputError(f"cache_ratio {self.cache_ratio}: expected a share between 0 and 1")
         if self.seq_len is not None and self.seq_len < 16:
-            raise InputError(f"--seq-len {self.seq_len}: expected at least 16")
+            raise InputError(f"seq_len {self.seq_len}: expected at least 16")
         if self.queries < 1:
             raise InputError(f"queries {self.queries}: expected at least 1")
         if not 0 <= self.seed < 2**63:
-            raise InputError(f"--seed {self.seed}: expected 0 to 2^63 - 1")
+            raise InputError(f"seed {self.seed}: expected 0 to 2^63 - 1")
         resolve_device(self.device)
 
     def window(self, max_positions: int) -> int:
@@ -113,12 +106,17 @@ class ConversionConfig:
         """
         length = self.seq_len or min(DEFAULT_WINDOW, max_positions)
         if length > max_positions:
-            raise InputError(f"--seq-len {length}: the model takes at most {max_positions} positions")
+            raise InputError(f"seq_len {length}: the model takes at most {max_positions} positions")
         if self.calibration_tokens < length:
             raise InputError(
-                f"--calibration-tokens {self.calibration_tokens}: expected at least one window, --seq-len {length}"
+                f"calibration_tokens {self.calibration_tokens}: expected at least one window, seq_len {length}"
             )
         return length
+
+    @property
+    def sampling(self) -> Sampling:
+        """Which queries are looked at."""
+        return Sampling(self.queries, self.seed)
 
     @property
     def torch_device(self) -> torch.device:

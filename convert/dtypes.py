@@ -1,0 +1,16 @@
+"""Floating point types, by the names that options and configs have for them."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+"""What models are computed and stored in."""
+
+STORED = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64}
+"""By their names in safetensors headers; float64 is read, never written."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
