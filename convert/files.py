@@ -1,4 +1,4 @@
-"""Small files: JSON in, text out, hashes, names that may be published."""
+"""Small files: JSON in, text out, hashes, sizes, names that may be published."""
 
 from __future__ import annotations
 
@@ -51,3 +51,12 @@ def sha256(path: Path) -> str:
     """Hex SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -52,12 +52,11 @@ def _commit() -> str | None:
     here = Path(__file__).resolve()
     try:
         root = Path(_git(here.parent, "rev-parse", "--show-toplevel"))
-        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
-        if project.get("name") != "latentfold":
+        if tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"] != "latentfold":
             return None
         _git(here.parent, "ls-files", "--error-unmatch", here.name)
         return _git(here.parent, "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*") or None
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError):
         return None
 
 

@@ -40,8 +40,8 @@ def push(out: str, repo_id: str, dry_run: bool, allow_unevaluated: bool, quiet: 
     import torch
     from huggingface_hub.utils import disable_progress_bars, logging
 
-    from latentfold.convert.cli.tables import size
     from latentfold.convert.errors import InputError
+    from latentfold.convert.files import size
     from latentfold.convert.publish import push as hub
     from latentfold.convert.publish.card import current_evaluation, read_card, write_card
     from latentfold.convert.publish.files import check_files, files_to_push

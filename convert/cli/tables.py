@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
+from latentfold.convert.files import size
 from latentfold.convert.pipeline.estimate import SizeEstimate
 from latentfold.convert.pipeline.run import ConversionResult
 from latentfold.convert.plan.inspection import Inspection
 from latentfold.convert.plan.plan import ConversionPlan
 from latentfold.convert.plan.sizes import Proposal
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _rows(rows: list[tuple[str, str]]) -> str:

@@ -12,7 +12,7 @@ from latentfold.convert.source.streamed import stream
 from latentfold.convert.source.tokenizer import load_generation_config, load_tokenizer
 from latentfold.convert.text.documents import default_calibration, read_documents
 from latentfold.convert.text.windows import Windows, make_windows
-from latentfold.convert.write.output import check_output
+from latentfold.convert.write.output import check_output, check_space
 
 
 def prepare(config: ConversionConfig) -> tuple[ConversionPlan, Any, Windows]:
@@ -24,6 +24,7 @@ def prepare(config: ConversionConfig) -> tuple[ConversionPlan, Any, Windows]:
     checkpoint = open_checkpoint(config.source, revision=config.revision, token=config.token)
     check_output(config, checkpoint)
     plan = make_plan(config, checkpoint)  # refuse by config.json before anything else is read or downloaded
+    check_space(config, plan.nbytes)
     make_plan(config, with_headers(checkpoint, config.token))  # and by file headers, before the weights are
     documents = read_documents(config.calibration) if config.calibration else default_calibration()
     checkpoint = download(checkpoint, token=config.token, weights=False)
@@ -56,5 +57,5 @@ def dry_run(config: ConversionConfig) -> ConversionPlan:
         read_documents(config.calibration)
     checkpoint = open_checkpoint(config.source, revision=config.revision, token=config.token)
     check_output(config, checkpoint)
-    make_plan(config, checkpoint)
+    check_space(config, make_plan(config, checkpoint).nbytes)
     return make_plan(config, with_headers(checkpoint, config.token))

@@ -15,20 +15,19 @@ from typing import Any
 import torch
 
 from latentfold.convert.config import ConversionConfig
-from latentfold.convert.files import replace_text
 from latentfold.convert.model.streamed import StreamedModel
 from latentfold.convert.pipeline.estimate import SizeEstimate, survey
 from latentfold.convert.pipeline.ladders import score_ladders
 from latentfold.convert.pipeline.layers import _copies, write_layers
 from latentfold.convert.pipeline.prepare import prepare
 from latentfold.convert.pipeline.record import finished_recipe, starting_recipe
-from latentfold.convert.pipeline.small_files import write_small_files
+from latentfold.convert.pipeline.small_files import write_config, write_source_files
 from latentfold.convert.plan.plan import ConversionPlan, make_plan
 from latentfold.convert.plan.sizes import candidate_splits
-from latentfold.convert.source.licence import copy_legal_files
 from latentfold.convert.text.windows import Windows
 from latentfold.convert.verify.reloaded import RELOAD_TOLERANCE, probe_record, reload_difference
 from latentfold.convert.verify.written import MemoryTarget
+from latentfold.convert.write.output import locked_output
 from latentfold.convert.write.recipe import RECIPE
 from latentfold.convert.write.writer import CheckpointWriter
 
@@ -71,7 +70,16 @@ def convert_checkpoint(source: str, output: str, **options: Any) -> ConversionRe
 
 
 def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows: Windows) -> ConversionResult:
-    """Do the work of a prepared conversion; continues an interrupted run of the same recipe."""
+    """Do the work of a prepared conversion; continues an interrupted run of the same recipe.
+
+    Raises:
+        InputError: another run holds the output, or there is no room for it.
+    """
+    with locked_output(config, plan.checkpoint):
+        return _run(config, plan, tokenizer, windows)
+
+
+def _run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows: Windows) -> ConversionResult:
     model = StreamedModel(plan.checkpoint, plan.config, torch.float32, config.torch_device)
     estimates: list[SizeEstimate] = []
     if candidates := candidate_splits(config, plan.shape):
@@ -89,6 +97,7 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
     if writer.moving:
         writer.finish()
         return ConversionResult(config.output_path, json.loads((config.output_path / RECIPE).read_text("utf-8")))
+    write_source_files(plan, tokenizer, writer)
     if estimates:
         writer.write("split", {}, [asdict(size) for size in estimates])
     if not writer.done("ladder"):
@@ -98,14 +107,13 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
         }
         writer.write("ladder", {}, record)
     chosen = {kind: plan.target.ladder(kind, scored[0][0]) for kind, scored in writer.records["ladder"].items()}
+    write_config(plan, chosen, writer)
     if not writer.done("outer"):
         writer.write("outer", _copies(plan, plan.target.outer()))
     target = MemoryTarget(plan.target, chosen, writer, device=config.torch_device, seed=config.seed)
     write_layers(model, plan, chosen, windows, config, writer, target)
     logits = target.logits()
     recipe = finished_recipe(recipe, plan, chosen, writer)
-    write_small_files(plan, chosen, tokenizer, writer.folder)
-    copy_legal_files(plan.checkpoint.folder, writer.folder)
     writer.write_index()
     difference = reload_difference(writer.folder, target.tokens, logits, config.torch_device)
     if not difference <= RELOAD_TOLERANCE:
@@ -115,7 +123,7 @@ def run(config: ConversionConfig, plan: ConversionPlan, tokenizer: Any, windows:
         )
     recipe["check"] |= {"reload_logit_difference": difference, "probe": probe_record(target.tokens, logits)}
     recipe["files"] = writer.hashes()
-    replace_text(writer.folder / RECIPE, json.dumps(recipe, indent=2) + "\n")
+    writer.write_text(RECIPE, json.dumps(recipe, indent=2) + "\n")
     writer.finish()
     return ConversionResult(config.output_path, recipe)
 

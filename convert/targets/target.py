@@ -50,6 +50,7 @@ class Target(Protocol):
 
     Attributes:
         name: as `--target` has it.
+        model_type: in the result's config.json.
         expected: name and shape of every tensor the source must hold.
         tied: names the source may hold besides, as a second copy of another tensor.
         tensors: name and shape of every tensor of the result, in the order in which they are written.
@@ -61,6 +62,7 @@ class Target(Protocol):
     """
 
     name: str
+    model_type: str
     shape: ModelShape
     dtype: torch.dtype
     expected: Mapping[str, tuple[int, ...]]

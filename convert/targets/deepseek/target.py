@@ -29,7 +29,7 @@ from latentfold.convert.attention.latent import LatentAttention
 from latentfold.convert.calibrate.statistics import RopeStatistics
 from latentfold.convert.model.streamed import StreamedModel
 from latentfold.convert.source.checkpoint import Checkpoint
-from latentfold.convert.targets.deepseek.config import target_config
+from latentfold.convert.targets.deepseek.config import MODEL_TYPE, target_config
 from latentfold.convert.targets.deepseek.ladders import Ladder, ladders
 from latentfold.convert.targets.deepseek.layout import attention_tensors
 from latentfold.convert.targets.deepseek.norm import residual_scale
@@ -44,6 +44,7 @@ class PortableTarget(OneConversion):
     """A `latentfold.convert.targets.target.Target`: models that outside attention are what Llama is."""
 
     name: ClassVar[str] = "deepseek"
+    model_type: ClassVar[str] = MODEL_TYPE
     code: ClassVar[tuple[Path, ...]] = ()
 
     @property

@@ -59,6 +59,7 @@ class NativeTarget(OneConversion):
     """A `latentfold.convert.targets.target.Target`: any family, loaded by the class that ships with it."""
 
     name = "native"
+    model_type = LatentfoldConfig.model_type
     residual = 1.0
     engine = "transformers"
     code = tuple(Path(__file__).with_name(name) for name in ("configuration_latentfold.py", "modeling_latentfold.py"))
