@@ -31,7 +31,7 @@ from latentfold.convert.families.family import Family
 from latentfold.convert.model.shape import ModelShape
 from latentfold.convert.model.streamed import StreamedModel
 from latentfold.convert.source.checkpoint import Checkpoint
-from latentfold.convert.targets.deepseek.config import target_config
+from latentfold.convert.targets.deepseek.config import MODEL_TYPE, target_config
 from latentfold.convert.targets.deepseek.ladders import Ladder, ladders
 from latentfold.convert.targets.deepseek.layout import attention_tensors
 from latentfold.convert.targets.deepseek.norm import residual_scale
@@ -47,6 +47,7 @@ class PortableTarget(Conversion):
     """Models that outside attention are what Llama is."""
 
     name: ClassVar[str] = "deepseek"
+    model_type: ClassVar[str] = MODEL_TYPE
 
     @classmethod
     def why_not(cls, family: Family, config: Any, shape: ModelShape, engine: str) -> list[str]:
