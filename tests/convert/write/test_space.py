@@ -114,7 +114,8 @@ def test_a_disk_that_fills_up(
             patch.setattr(CheckpointWriter, "write", filling)
         line = refusal(convert(source, out, text_file))
     assert (
-        f"{out}: the checkpoint takes " in line and f"({disk}) has 0 bytes free: it is full; make room and repeat" in line
+        f"{out}: the checkpoint takes " in line
+        and f"({disk}) has 0 bytes free: it is full; make room and repeat" in line
     )
     assert not (out / "config.json").exists()
     (disk / "filler").unlink()
