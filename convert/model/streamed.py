@@ -75,9 +75,11 @@ class StreamedModel:
     Attributes:
         decoder: the module that holds the layers.
         layers_name: the layers' name within the model, such as `model.layers`.
-        tied: tensors that are stored under another's name, and that name.
+        tied: tensors that are another one, and that one's name.
         stored: each tensor's name, or the names of its parts (a mixture's experts), in a checkpoint.
-        shapes: name and shape of every tensor that a checkpoint of this model holds.
+        shapes: name and shape of every tensor that a checkpoint of this model holds. Of tied tensors it needs one,
+            under whichever name it has it.
+        copies: names under which it may hold one of them again, and that one's name.
     """
 
     def __init__(
@@ -101,13 +103,26 @@ class StreamedModel:
         self._prefix = self._missing_prefix()
         self.stored: dict[str, list[str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.copies: dict[str, str] = {}
         for name, tensor in self.model.state_dict().items():
-            if name not in self.tied:
-                found = revert_weight_conversion(self.model, {name: tensor}) if reverted else {name: tensor}
-                parts = {part.removeprefix(self._prefix): tuple(t.shape) for part, t in found.items()}
-                self.stored[name] = list(parts)
-                self.shapes |= parts
+            if name in self.tied:
+                continue
+            names = [name, *(twin for twin, own in self.tied.items() if own == name)]
+            forms = [self._in_checkpoint(each, tensor) for each in names]
+            found = next((form for form in forms if form.keys() <= self.checkpoint.headers.keys()), forms[0])
+            self.stored[name] = list(found)
+            self.shapes |= found
+            for form in forms:
+                if form is not found:
+                    self.copies |= zip(form, found, strict=True)
         self._fill_buffers()
+
+    def _in_checkpoint(self, name: str, tensor: Tensor) -> dict[str, tuple[int, ...]]:
+        """Name and shape of a tensor, or of its parts, as a checkpoint holds them."""
+        found = {name: tensor}
+        if self.model._weight_conversions:
+            found = revert_weight_conversion(self.model, found)
+        return {part.removeprefix(self._prefix): tuple(t.shape) for part, t in found.items()}
 
     def _missing_prefix(self) -> str:
         """What the checkpoint's names lack where it was written from the decoder alone, without a head (GPT-2)."""
@@ -168,6 +183,22 @@ class StreamedModel:
             found = list(headers[name].shape) if name in headers else "nothing"
             if found != list(size):
                 raise InputError(f"tensor {name}: expected shape {list(size)}, as config.json says, found {found}")
+
+    def check_copies(self) -> None:
+        """Compare tied tensors that the checkpoint holds twice: transformers would load two that differ as two.
+
+        Raises:
+            InputError: they differ.
+        """
+        headers = self.checkpoint.headers
+        for copy_, own in self.copies.items():
+            if copy_ in headers and own in headers:
+                one, other = self.checkpoint.tensor(copy_), self.checkpoint.tensor(own)
+                if one.shape != other.shape or bool((one != other).any()):
+                    raise InputError(
+                        f"tensors {own} and {copy_}: one and the same, as config.json says, but two that differ in the "
+                        "files; set tie_word_embeddings to false in config.json"
+                    )
 
     def _load(self, module: nn.Module, prefix: str) -> None:
         names = {name: self.tied.get(prefix + name, prefix + name) for name in module.state_dict()}

@@ -86,6 +86,7 @@ def prepare(config: ConversionConfig) -> Job:
     )
     plan = _with_weights(plan, checkpoint)
     plan.checkpoint.check_values(plan.target.expected)
+    plan.target.model.check_copies()
     return Job(plan, tokenizer, windows)
 
 

@@ -30,7 +30,7 @@ def check_tensors(checkpoint: Checkpoint, family: Family, target: Conversion) ->
         if header.dtype not in ("F16", "BF16", "F32", "F64"):
             raise InputError(f"tensor {name} in {header.file}: expected F16, BF16 or F32, found {header.dtype}")
     for name, header in checkpoint.headers.items():
-        if name not in expected and name not in target.tied and not name.endswith(family.ignored):
+        if name not in expected and name not in target.model.copies and not name.endswith(family.ignored):
             raise InputError(
                 f"tensor {name} in {header.file}: a {family.model_type} checkpoint has no such tensor, and leaving it "
                 "out would change the model"
