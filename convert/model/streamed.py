@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
 
 from latentfold.convert.errors import InputError
 from latentfold.convert.model.heads import ATTENTION
+from latentfold.convert.model.wrapped import check_names, unwrapped
 
 
 class HasShape(Protocol):
@@ -72,6 +73,9 @@ class StreamedModel:
         dtype: compute dtype.
         device: compute device.
 
+    Raises:
+        InputError: the checkpoint's names are not the model's own.
+
     Attributes:
         decoder: the module that holds the layers.
         layers_name: the layers' name within the model, such as `model.layers`.
@@ -115,6 +119,7 @@ class StreamedModel:
             for form in forms:
                 if form is not found:
                     self.copies |= zip(form, found, strict=True)
+        check_names(self.checkpoint.headers.keys(), self.shapes.keys())
         self._fill_buffers()
 
     def _in_checkpoint(self, name: str, tensor: Tensor) -> dict[str, tuple[int, ...]]:
@@ -127,8 +132,8 @@ class StreamedModel:
     def _missing_prefix(self) -> str:
         """What the checkpoint's names lack where it was written from the decoder alone, without a head (GPT-2)."""
         prefix = self.model.base_model_prefix + "."
-        names = self.checkpoint.headers
-        return prefix if names and not any(name.startswith(prefix) for name in names) else ""
+        names = [unwrapped(name) for name in self.checkpoint.headers]
+        return prefix if names and not any(f".{prefix}" in f".{name}" for name in names) else ""
 
     def _fill_buffers(self) -> None:
         """What no checkpoint holds (rotary frequencies, embedding scales) is computed, as from_pretrained does."""

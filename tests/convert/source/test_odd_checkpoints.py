@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from latentfold.convert import convert_checkpoint, plan_conversion
+from latentfold.convert import convert_checkpoint, estimate_sizes, plan_conversion
 from latentfold.convert.errors import InputError
 from latentfold.convert.source.checkpoint import INDEX, SINGLE
 from latentfold.convert.source.opening import open_checkpoint
@@ -29,6 +29,23 @@ from tests.families import save_family
 from tests.hub_server import HubServer
 
 ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "org/Base-7B", "r": 16, "target_modules": ["q_proj"]}
+
+
+def latentfold(server: HubServer, home: Path, *args: str) -> subprocess.CompletedProcess:
+    """Run a command as a user of the Hub would."""
+    return subprocess.run(
+        [sys.executable, "-m", "latentfold.convert.cli", *args],
+        env={**os.environ, **server.env(home)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def edit_names(source: Path, edit: Callable[[str], str]) -> None:
+    """Rename the tensors of a checkpoint's only file."""
+    tensors = {edit(name): tensor for name, tensor in load_file(source / SINGLE).items()}
+    save_file(tensors, source / SINGLE, metadata={"format": "pt"})
 
 
 def edit_config(folder: Path, changes: dict[str, Any]) -> None:
@@ -80,13 +97,7 @@ def test_a_merged_model_may_keep_its_adapters_config(make_model: MakeModel) -> N
 def test_an_adapter_on_the_hub(tmp_path: Path) -> None:
     with HubServer() as server:
         server.create_repo("org/tuned", files=adapter_files())
-        found = subprocess.run(
-            [sys.executable, "-m", "latentfold.convert.cli", "inspect", "org/tuned"],
-            env={**os.environ, **server.env(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        found = latentfold(server, tmp_path, "inspect", "org/tuned")
     assert found.returncode == 2 and found.stderr.count("\n") == 1, found.stderr
     assert "org/tuned: an adapter (LORA) for org/Base-7B" in found.stderr and "merge_and_unload" in found.stderr
 
@@ -183,3 +194,103 @@ def test_twins_that_differ_are_refused(make_model: MakeModel, tmp_path: Path, op
     assert not (tmp_path / "out").exists()
     edit_config(source, {"tie_word_embeddings": False})
     convert_checkpoint(str(source), str(tmp_path / "out"), kv_rank=8, **options)
+
+
+def everywhere(part: str) -> Callable[[str], str]:
+    return lambda name: part + name
+
+
+def within(part: str, after: str) -> Callable[[str], str]:
+    return lambda name: re.sub(f"({after})", rf"\1{part}", name)
+
+
+WRAPPED: dict[str, tuple[Callable[[str], str], str]] = {
+    "torch.compile": (everywhere("_orig_mod."), r"_orig_mod\. \(torch\.compile\)"),
+    "DDP": (everywhere("module."), r"module\. \(DataParallel, DistributedDataParallel or DeepSpeed\)"),
+    "DDP twice": (everywhere("module.module."), r"module\. \(DataParallel"),
+    "DDP of a compiled model": (everywhere("module._orig_mod."), r"module\. \(.*\) and _orig_mod\. \(torch"),
+    "FSDP": (everywhere("_fsdp_wrapped_module."), r"_fsdp_wrapped_module\. \(FSDP\)"),
+    "PEFT": (everywhere("base_model.model."), r"base_model\.model\. \(PEFT\)"),
+    "compiled decoder": (within("_orig_mod.", r"^(?:model|transformer)\."), r"_orig_mod\. \(torch\.compile\)"),
+    "compiled layers": (within("_orig_mod.", r"(?:layers|\bh)\.\d+\."), r"_orig_mod\. \(torch\.compile\)"),
+    "compiled attention": (within("_orig_mod.", r"(?:layers|\bh)\.0\."), r"_orig_mod\. \(torch\.compile\)"),
+    "FSDP layers": (
+        lambda name: everywhere("_fsdp_wrapped_module.")(within("_fsdp_wrapped_module.", r"(?:s|\bh)\.\d\.")(name)),
+        r"_fsdp_wrapped_module\. \(FSDP\)",
+    ),
+    "Lightning": (everywhere("model."), r"which left model\. at the start \(of a training program"),
+    "distillation": (everywhere("student.net."), r"which left student\.net\. at the start"),
+}
+"""Whose wrapper, what it makes of names, and what is to be said of it."""
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_a_wrapper_in_the_names_is_called_by_name(wrapper: str, family: str, tmp_path: Path) -> None:
+    """And the line of Python in the message mends the file."""
+    source = save_family(tmp_path / "source", family)
+    expected = (source / SINGLE).read_bytes()
+    edit, said = WRAPPED[wrapper]
+    edit_names(source, edit)
+    with pytest.raises(InputError, match=r"tensor \S+: saved inside a wrapper, which left") as found:
+        plan_conversion(str(source))
+    message = str(found.value)
+    assert re.search(said, message) and "\n" not in message, message
+    line = re.search(r"save_file\(.*'pt'}\)", message)
+    assert line is not None
+    exec(line.group(), {"save_file": save_file, "load_file": load_file, "F": source / SINGLE})
+    assert (source / SINGLE).read_bytes() == expected
+
+
+def test_a_wrapper_is_found_by_every_command(make_model: MakeModel, text_file: Path) -> None:
+    source, good = make_model(max_shard_size="20KB"), make_model()
+    files = list(source.glob("*.safetensors"))
+    for file in files:
+        tensors = {f"module.{name}": tensor for name, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"] = {f"module.{name}": file for name, file in index["weight_map"].items()}
+    (source / INDEX).write_text(json.dumps(index))
+    assert len(files) > 2
+    message = r"tensor module\.\S+: saved inside a wrapper, which left module\."
+    text = {"calibration": (str(text_file),), "calibration_tokens": 128, "seq_len": 64, "progress": False}
+    with pytest.raises(InputError, match=message):
+        estimate_sizes(str(source), **text)
+    for pair in ((source, good), (good, source)):
+        asked = EvaluationConfig(text=(str(text_file),), seq_len=64)
+        with pytest.raises(InputError, match=message):
+            evaluate(*map(str, pair), asked, progress=False)
+
+
+def test_an_unmerged_adapter_in_the_names_is_to_be_merged(make_model: MakeModel) -> None:
+    source = make_model()
+
+    def adapted(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            module, leaf = name.rsplit(".", 1)
+            if module.endswith("q_proj"):
+                found[f"base_model.model.{module}.lora_A.default.weight"] = tensor[:2].clone()
+                found[f"base_model.model.{module}.base_layer.{leaf}"] = tensor
+            else:
+                found[f"base_model.model.{name}"] = tensor
+        return found
+
+    save_file(adapted(load_file(source / SINGLE)), source / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(
+        InputError, match=r"layers that were not merged.*base_model\.model\. \(PEFT\).*merge_and_unload"
+    ):
+        plan_conversion(str(source))
+
+
+@pytest.mark.hub
+def test_a_wrapper_is_found_on_the_hub_before_weights_are_fetched(make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model()
+    edit_names(source, everywhere("_orig_mod."))
+    with HubServer() as server:
+        server.create_repo("org/wrapped", files={path.name: path.read_bytes() for path in source.iterdir()})
+        found = latentfold(server, tmp_path / "home", "convert", "org/wrapped", str(tmp_path / "out"))
+        ranges = [request.headers.get("range") for request in server.requests_for("GET", r"\.safetensors$")]
+    assert found.returncode == 2 and found.stderr.count("\n") == 1, found.stderr
+    assert "_orig_mod. (torch.compile)" in found.stderr and all(ranges)
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
