@@ -29,8 +29,11 @@ from latentfold.convert.model.heads import ATTENTION
 from latentfold.convert.model.wrapped import check_names, unwrapped
 
 
-class HasShape(Protocol):
+class Header(Protocol):
     """What is known of a tensor before it is read."""
+
+    @property
+    def file(self) -> str: ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -178,16 +181,35 @@ class StreamedModel:
         found = converter.convert(name, model=self.model, config=self.config)[name]
         return found[0] if isinstance(found, list) else found
 
-    def check_headers(self, headers: Mapping[str, HasShape]) -> None:
+    def check_headers(self, headers: Mapping[str, Header]) -> None:
         """Compare the tensors that will be read with the files' headers, before the first is.
 
         Raises:
-            InputError: one is missing or has another shape.
+            InputError: naming one that is missing or has another shape, and its file.
         """
         for name, size in self.shapes.items():
-            found = list(headers[name].shape) if name in headers else "nothing"
-            if found != list(size):
-                raise InputError(f"tensor {name}: expected shape {list(size)}, as config.json says, found {found}")
+            if name not in headers:
+                found_in = f"{len(headers)} tensors in {len({header.file for header in headers.values()})} files"
+                raise InputError(f"tensor {name}: expected shape {list(size)}, found nothing ({found_in})")
+            found = headers[name].shape
+            if found != size:
+                raise InputError(
+                    f"tensor {name} in {headers[name].file}: expected shape {list(size)}, as config.json says, "
+                    f"found {list(found)}{self._other_vocabulary(name, headers)}"
+                )
+
+    def _other_vocabulary(self, name: str, headers: Mapping[str, Header]) -> str:
+        """How to mend a shape, where all that differs is how many tokens there are."""
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        modules = [prefix + "." for prefix, module in self.model.named_modules() if module in ends]
+        names = [self.stored[prefix + "weight"][0] for prefix in modules if prefix + "weight" in self.stored]
+        found = {headers[each].shape for each in names if each in headers}
+        if name not in names or {shape[1:] for shape in found} != {self.shapes[name][1:]}:
+            return ""
+        rows = sorted(shape[0] for shape in found)
+        if len(rows) > 1:
+            return f"; the embedding and the output head have {rows[0]} and {rows[1]} rows, expected as many"
+        return f"; if that is its vocabulary, set vocab_size to {rows[0]} in config.json"
 
     def check_copies(self) -> None:
         """Compare tied tensors that the checkpoint holds twice: transformers would load two that differ as two.

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from latentfold.convert import convert_checkpoint, estimate_sizes, plan_conversion
 from latentfold.convert.errors import InputError
 from latentfold.convert.source.checkpoint import INDEX, SINGLE
 from latentfold.convert.source.opening import open_checkpoint
 from latentfold.eval import EvaluationConfig, evaluate
-from tests.conftest import MakeModel
+from tests.conftest import TEXT, MakeModel, tiny_tokenizer
 from tests.families import save_family
 from tests.hub_server import HubServer
 
@@ -294,3 +295,56 @@ def test_a_wrapper_is_found_on_the_hub_before_weights_are_fetched(make_model: Ma
     assert found.returncode == 2 and found.stderr.count("\n") == 1, found.stderr
     assert "_orig_mod. (torch.compile)" in found.stderr and all(ranges)
     assert not list((tmp_path / "home").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("said", [100, 300])
+@pytest.mark.parametrize("family", ["llama", "llama, yarn, tied", "gpt_neox", "gpt2"])
+def test_a_vocabulary_unlike_the_embeddings_rows(family: str, said: int, tmp_path: Path) -> None:
+    """transformers does not load it either; what to set is said, and then it converts."""
+    source = save_family(tmp_path / "source", family)
+    edit_config(source, {"vocab_size": said})
+    message = rf"tensor \S+ in {SINGLE}: expected .*{said}.*found .*259.*set vocab_size to 259 in config\.json"
+    with pytest.raises(InputError, match=message):
+        plan_conversion(str(source))
+    if said > 259:  # else it is the text that is first seen not to fit
+        with pytest.raises(InputError, match=message):
+            evaluate(str(source), str(source), EvaluationConfig(text=(__file__,), seq_len=64), progress=False)
+    edit_config(source, {"vocab_size": 259})
+    assert plan_conversion(str(source)).tensors
+
+
+def test_an_embedding_and_a_head_of_different_sizes(make_model: MakeModel) -> None:
+    source = make_model()
+    tensors = load_file(source / SINGLE)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:250].clone()
+    save_file(tensors, source / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"found \[250, 32\]; the embedding and the output head have 250 and 259 rows"):
+        plan_conversion(str(source))
+
+
+@pytest.mark.parametrize("target", ["deepseek", "native"])
+def test_an_embedding_with_more_rows_than_the_tokenizer_has_tokens(
+    target: str, make_model: MakeModel, tmp_path: Path, text_file: Path, options: dict[str, Any]
+) -> None:
+    """Padded to a round number, as many are."""
+    source, out = make_model(vocab_size=320), tmp_path / "out"
+    convert_checkpoint(str(source), str(out), target=target, kv_rank=8, rope_dim=4, **options)
+    assert json.loads((out / "config.json").read_text()).get("text_config", {}).get("vocab_size", 320) == 320
+    asked = EvaluationConfig(text=(str(text_file),), seq_len=64, windows=1)
+    assert evaluate(str(source), str(out), asked, progress=False).overall.predictions == 63
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows(
+    make_model: MakeModel, tmp_path: Path, text_file: Path, options: dict[str, Any]
+) -> None:
+    """Fine as long as no text has them."""
+    source, out, tokenizer = make_model(), tmp_path / "out", tiny_tokenizer()
+    tokenizer.add_tokens(["<extra>", "<more>"])
+    tokenizer.save_pretrained(source)
+    convert_checkpoint(str(source), str(out), kv_rank=8, rope_dim=4, **options)
+    assert AutoTokenizer.from_pretrained(out).encode("<more>") == [260]
+    text_file.write_text(TEXT.replace("one", "<more>") * 8)
+    with pytest.raises(InputError, match="calibration text: the tokenizer gives token 260, the model has 259"):
+        convert_checkpoint(str(source), str(tmp_path / "no"), kv_rank=8, rope_dim=4, **options)
+    with pytest.raises(InputError, match="the tokenizer gives token 260, the model has 259"):
+        evaluate(str(source), str(out), EvaluationConfig(text=options["calibration"], seq_len=64), progress=False)
