@@ -158,13 +158,26 @@ class StreamedModel:
         return next(name for name, found in self.model.named_modules() if found is module) + ".weight"
 
     def rotation(self, index: int) -> tuple[Tensor, float]:
-        """A layer's inverse frequencies (n,) in float64, any scaling included, and its factor on cos and sin."""
-        rotary = getattr(self.decoder, "rotary_emb", None)
-        if rotary is None:
+        """A layer's inverse frequencies (n,) in float64, any scaling included, and its factor on cos and sin.
+
+        None (n = 0) in a model that does not rotate, and for a layer of a type that does not, where types differ.
+
+        Raises:
+            InputError: frequencies go by the layer's type, and the config does not say which layer is of which.
+        """
+        rotary, kind = getattr(self.decoder, "rotary_emb", None), ""
+        if rotary is not None and not hasattr(rotary, "inv_freq"):
+            types = getattr(self.config.get_text_config(), "layer_types", None) or ()
+            if len(types) != self.num_layers:
+                raise InputError(
+                    f"model type {self.config.model_type!r}: rotates layers by their type; expected layer_types of "
+                    f"{self.num_layers} layers in config.json, found {len(types)}"
+                )
+            kind = f"{types[index]}_"
+        frequencies = getattr(rotary, f"{kind}inv_freq", None)
+        if frequencies is None:
             return torch.zeros(0, dtype=torch.float64), 1.0
-        kind = "" if hasattr(rotary, "inv_freq") else f"{self.config.layer_types[index]}_"
-        frequencies = getattr(rotary, f"{kind}inv_freq").to("cpu", torch.float64)
-        return frequencies, float(getattr(rotary, f"{kind}attention_scaling"))
+        return frequencies.to("cpu", torch.float64), float(getattr(rotary, f"{kind}attention_scaling"))
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the model from the checkpoint's, as from_pretrained puts it together."""
