@@ -1,0 +1,43 @@
+"""Whether a conversion has been made already."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from latentfold.convert.pipeline.prepare import calibration_windows, plan_only
+from latentfold.convert.pipeline.record import beginnings
+from latentfold.convert.plan.config import ConversionConfig
+from latentfold.convert.source.hub import download
+from latentfold.convert.source.tokenizer import load_tokenizer
+from latentfold.convert.write.recipe import RECIPE, Recipe, read_recipe
+from latentfold.convert.write.writer import PARTIAL
+
+
+def finished(config: ConversionConfig) -> Recipe | None:
+    """The record of the very conversion that is asked for, where its output holds it; None where it does not.
+
+    Compared are the source, the options with every choice made, the sizes and the calibration tokens. Versions are not:
+    a conversion that was finished before an upgrade stays what it is. Of a folder only the name is known, so none of
+    its weights may be younger than the conversion.
+
+    Raises:
+        InputError: see `plan_only`; also calibration text that is missing, empty or too short.
+    """
+    out = config.output_path
+    if (out / PARTIAL).exists() or not (out / RECIPE).is_file():
+        return None
+    recipe = read_recipe(out)
+    plan = plan_only(replace(config, output=None))
+    if recipe.size in plan.candidates:
+        plan = plan.at(recipe.size)
+    checkpoint = download(plan.checkpoint, token=config.token, weights=False)
+    windows = calibration_windows(plan, load_tokenizer(checkpoint))
+    asked = beginnings(replace(plan, checkpoint=checkpoint), windows)
+    same = (asked.source.name, asked.source.revision) == (recipe.source.name, recipe.source.revision) and (
+        asked.options,
+        asked.sizes,
+        asked.calibration,
+    ) == (recipe.options, recipe.sizes, recipe.calibration)
+    made = (out / RECIPE).stat().st_mtime_ns
+    changed = checkpoint.revision is None and any(when > made for _, when in checkpoint.stamps().values())
+    return recipe if same and not changed else None
