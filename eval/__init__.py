@@ -3,14 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from latentfold.eval.comparison import evaluate
+    from latentfold.eval.comparison import evaluate, save_evaluation
     from latentfold.eval.options import EvaluationConfig
     from latentfold.eval.records import Evaluation
 
-__all__ = ["Evaluation", "EvaluationConfig", "evaluate"]
+__all__ = ["Evaluation", "EvaluationConfig", "evaluate", "save_evaluation"]
 
 
-_HOMES = {"evaluate": "comparison", "Evaluation": "records", "EvaluationConfig": "options"}
+_HOMES = {
+    "evaluate": "comparison",
+    "save_evaluation": "comparison",
+    "Evaluation": "records",
+    "EvaluationConfig": "options",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -149,8 +149,9 @@ def _text_result(name: str, windows: Windows, scores: TokenScores, skip: int) ->
     )
 
 
-def save(evaluation: Evaluation, folder: Path) -> Path | None:
+def save_evaluation(evaluation: Evaluation, folder: str | Path) -> Path | None:
     """Leave an evaluation in the folder of the conversion it speaks of, for its card; None where there is none."""
+    folder = Path(folder)
     if not (folder / RECIPE).is_file():
         return None
     path = folder / EVALUATION

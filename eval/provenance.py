@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import tomllib
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -43,16 +44,31 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """latentfold's own commit, where it runs from a git checkout; `+` after it means uncommitted changes."""
+    """latentfold's own commit, where it runs from a git checkout; `+` after it means uncommitted changes.
+
+    Installed somewhere inside another repository, it is that repository's commit that git would tell: asked for only
+    where this very file is tracked by the repository of our pyproject.toml.
+    """
+    here = Path(__file__).resolve()
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
+        root = Path(_git(here.parent, "rev-parse", "--show-toplevel"))
+        if tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"] != "latentfold":
+            return None
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        return _git(here.parent, "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*") or None
+    except (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """What git says of the repository that `folder` lies in, whatever GIT_DIR says."""
+    found = subprocess.run(
+        ["git", *arguments],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=True,
+    )
+    return found.stdout.strip()

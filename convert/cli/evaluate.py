@@ -133,7 +133,7 @@ def evaluate(
     quiet_libraries()
     from latentfold.convert.write.recipe import RECIPE, read_recipe
     from latentfold.eval.comparison import evaluate as compare
-    from latentfold.eval.comparison import save
+    from latentfold.eval.comparison import save_evaluation
     from latentfold.eval.options import EvaluationConfig
     from latentfold.eval.records import EVALUATION
     from latentfold.eval.report.markdown import markdown
@@ -148,7 +148,7 @@ def evaluate(
     typed = command_line(context.command, context.params, public=True)
     found = compare(original, converted, config, progress=not quiet, command=typed)
     if not no_save:
-        save(found, folder)
+        save_evaluation(found, folder)
     data = json.dumps(found.to_dict(), indent=2)
     if json_file and json_file != "-":
         Path(json_file).write_text(data + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ from collections import Counter
 from latentfold.convert.attention.sizes import Sizes, uniform
 from latentfold.convert.dtypes import dtype_name
 from latentfold.convert.formats import growth, millions, size
+from latentfold.convert.model.shape import norm_eps
 from latentfold.convert.pipeline.estimate import SizeEstimate
 from latentfold.convert.pipeline.run import ConversionResult
 from latentfold.convert.plan.inspection import Inspection
@@ -47,7 +48,7 @@ def inspection_table(found: Inspection) -> str:
         ),
         ("rope", _rope(found.rope)),
         ("unusual", "; ".join(found.unusual) or "nothing"),
-        ("KV cache", f"{s.cache_values} values per token and layer, {size(found.cache_bytes_per_token)} per token"),
+        ("KV cache", _cached(found)),
     ]
     rows += [(f"  at {tokens:,} tokens", f"{size(b)} ({found.dtype})") for tokens, b in found.cache_bytes.items()]
     if found.proposal is not None:
@@ -55,6 +56,17 @@ def inspection_table(found: Inspection) -> str:
     else:
         rows.append(("convert", "no: " + "; ".join(found.reasons)))
     return _rows(rows)
+
+
+def _cached(found: Inspection) -> str:
+    """What a token costs, and how many layers it costs that in."""
+    counts = Counter(values for values in found.shape.layer_values if values)
+    if len(counts) == 1 and counts.total() == found.shape.num_layers:
+        values = f"{found.shape.cache_values} values per token and layer"
+    else:
+        parts = ", ".join(f"{values} in {count}" for values, count in counts.items())
+        values = f"values per token: {parts} of {found.shape.num_layers} layers"
+    return f"{values}, {size(found.cache_bytes_per_token)} per token"
 
 
 def _proposal_rows(found: Inspection, proposal: Proposal) -> list[tuple[str, str]]:
@@ -94,7 +106,7 @@ def plan_table(plan: ConversionPlan) -> str:
         ("target", target.name),
     ]
     if target.residual != 1.0:
-        scale = f"{target.residual:g} (rms_norm_eps {plan.config.rms_norm_eps:.2g} becomes 1e-6)"
+        scale = f"{target.residual:g} (the epsilon of its norms, {norm_eps(plan.config):.2g}, becomes 1e-6)"
         rows.append(("residual scale", scale))
     rows += [("  " + file, f"{len(names)} tensors") for file, names in files.items()]
     rows += [("note", notice) for notice in plan.notices]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from latentfold.convert.source.streamed import stream
 from latentfold.convert.source.tokenizer import load_generation_config, load_tokenizer
 from latentfold.convert.text.documents import Document, default_calibration, read_documents
 from latentfold.convert.text.windows import Windows, make_windows
-from latentfold.convert.write.output import check_output
+from latentfold.convert.write.output import check_output, check_space
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,13 @@ def plan_only(config: ConversionConfig) -> ConversionPlan:
 def _plan(config: ConversionConfig) -> ConversionPlan:
     checkpoint = open_checkpoint(config.source, revision=config.revision, token=config.token)
     if config.output is not None:
-        needed = [Path(file) for file in config.calibration]
-        check_output(config.output, checkpoint.folder, overwrite=config.overwrite, needed=needed)
+        check_output(config.output, checkpoint.folder, overwrite=config.overwrite, needed=config.calibration_files)
     if checkpoint.revision is not None:
         make_plan(config, checkpoint)  # refuse by config.json before file headers are asked for
-    return make_plan(config, with_headers(checkpoint, config.token))
+    plan = make_plan(config, with_headers(checkpoint, config.token))
+    if config.output is not None:
+        check_space(config.output_path, plan.nbytes)
+    return plan
 
 
 def prepare(config: ConversionConfig) -> Job:

@@ -13,18 +13,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from latentfold.convert.attention.sizes import LayerSize
-from latentfold.convert.files import replace_text
 from latentfold.convert.pipeline.estimate import SizeEstimate, survey
 from latentfold.convert.pipeline.ladders import score_ladders
 from latentfold.convert.pipeline.layers import copies, write_layers
 from latentfold.convert.pipeline.prepare import Job
 from latentfold.convert.pipeline.record import beginnings, recipe
-from latentfold.convert.pipeline.small_files import write_small_files
+from latentfold.convert.pipeline.small_files import write_config, write_source_files
 from latentfold.convert.progress import Progress
-from latentfold.convert.source.licence import copy_legal_files
 from latentfold.convert.targets.target import Ladder
 from latentfold.convert.verify.reloaded import RELOAD_TOLERANCE, probe_of, reload_difference
 from latentfold.convert.verify.written import MemoryTarget
+from latentfold.convert.write.output import locked_output
 from latentfold.convert.write.recipe import RECIPE, CheckRecord, Recipe, read_recipe
 from latentfold.convert.write.writer import CheckpointWriter
 
@@ -46,33 +45,39 @@ def run(job: Job, progress: Progress) -> ConversionResult:
     """Do the work of a prepared conversion; continues an interrupted run of the same recipe.
 
     Raises:
-        InputError: the output holds an interrupted run of other options.
+        InputError: another run holds the output, there is no room for it, or it holds an interrupted run of other
+            options.
         RuntimeError: attention computes something else than its family's description says, or the written checkpoint
             does not give the logits of the tensors it was written from; nothing is left looking finished.
     """
-    out = job.plan.request.output_path
+    request, source = job.plan.request, job.plan.checkpoint.folder
+    out, needed = request.output_path, request.calibration_files
+    with locked_output(out, source, overwrite=request.overwrite, needed=needed):
+        return _run(job, out, progress)
+
+
+def _run(job: Job, out: Path, progress: Progress) -> ConversionResult:
+    request = job.plan.request
     job, estimates = _sized(job, progress)
     start = beginnings(job.plan, job.windows)
     key = asdict(start) | {"source_files": job.plan.checkpoint.stamps()}
-    overwrite = job.plan.request.overwrite
-    writer = CheckpointWriter(out, job.plan.tensors, job.plan.shards, key, overwrite=overwrite)
+    writer = CheckpointWriter(out, job.plan.tensors, job.plan.shards, key, overwrite=request.overwrite)
     if writer.moving:
         writer.finish()
         return ConversionResult(out, read_recipe(out))
+    write_source_files(job.plan, job.tokenizer, writer)
     if estimates:
         writer.write("split", {}, [asdict(size) for size in estimates])
     chosen = _ladders(job, writer, progress)
+    write_config(job.plan, chosen, writer)
     if not writer.done("outer"):
         writer.write("outer", copies(job.plan, job.plan.target.outer()))
-    request = job.plan.request
     target = MemoryTarget(job.plan.target, chosen, writer, device=request.torch_device, seed=request.seed)
     write_layers(job, chosen, writer, target, progress)
-    write_small_files(job.plan, chosen, job.tokenizer, writer.folder)
-    copy_legal_files(job.plan.checkpoint.folder, writer.folder)
     writer.write_index()
     check = _checked(job, writer, target)
     found = recipe(start, job.plan, chosen, writer.records, check, writer.hashes())
-    replace_text(writer.folder / RECIPE, json.dumps(found.to_dict(), indent=2) + "\n")
+    writer.write_text(RECIPE, json.dumps(found.to_dict(), indent=2) + "\n")
     writer.finish()
     return ConversionResult(out, found)
 

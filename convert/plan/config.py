@@ -123,6 +123,11 @@ class ConversionConfig:
         return resolve_device(self.device)
 
     @property
+    def calibration_files(self) -> list[Path]:
+        """The texts to calibrate on, where they are the user's own."""
+        return [Path(file) for file in self.calibration]
+
+    @property
     def output_path(self) -> Path:
         """Where the checkpoint goes."""
         assert self.output is not None

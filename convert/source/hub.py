@@ -12,12 +12,13 @@ from latentfold.convert.files import sha256
 from latentfold.convert.source.checkpoint import INDEX, SINGLE, Checkpoint, TensorHeader, _shards
 from latentfold.convert.source.hub_errors import Unreachable, hub_errors
 from latentfold.convert.source.licence import LEGAL_FILES
+from latentfold.convert.source.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from huggingface_hub import RepoFile
 
 
-SMALL_FILES = ["*.json", "*.jinja", "*.model", "tokenizer*", "*.txt", "README.md", *LEGAL_FILES]
+SMALL_FILES = ["*.json", "*.txt", *TOKENIZER_FILES, "README.md", *LEGAL_FILES]
 """Everything but weights: config, generation config, tokenizer of any kind, chat template, licence, model card."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ def card_metadata(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def copy_legal_files(source: Path, target: Path) -> None:
-    """Take along what the source's licence wants in every copy."""
-    for pattern in LEGAL_FILES:
-        for path in source.glob(pattern):
-            if path.is_file():
-                shutil.copyfile(path, target / path.name)
+def legal_files(folder: Path) -> dict[str, Path]:
+    """Name -> file of what the source's licence wants in every copy."""
+    return {path.name: path for pattern in LEGAL_FILES for path in sorted(folder.glob(pattern)) if path.is_file()}

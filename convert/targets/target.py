@@ -53,6 +53,7 @@ class Conversion(ABC):
 
     Attributes:
         name: of the target, as the option has it.
+        model_type: in the result's config.json.
         code: files that go into the checkpoint as they are.
         checkpoint, source, family, shape: the model, `source` its transformers config.
         wanted: sizes of the result, as asked for.
@@ -60,6 +61,7 @@ class Conversion(ABC):
     """
 
     name: ClassVar[str]
+    model_type: ClassVar[str]
     code: ClassVar[tuple[Path, ...]] = ()
 
     checkpoint: Checkpoint

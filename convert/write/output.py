@@ -1,13 +1,30 @@
-"""Whether a folder may be written to."""
+"""Whether a folder may be written to, and by whom."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from latentfold.convert.errors import InputError
-from latentfold.convert.write.writer import PARTIAL, CheckpointWriter
+from latentfold.convert.write.lock import PARTIAL, check_free, held
+from latentfold.convert.write.space import check_room
+from latentfold.convert.write.writer import CheckpointWriter
+
+
+@contextmanager
+def locked_output(out: Path, source: Path, *, overwrite: bool, needed: Sequence[Path] = ()) -> Iterator[None]:
+    """Hold the output folder for as long as a run lasts.
+
+    It is checked again: another run may have finished there since `check_output`.
+
+    Raises:
+        InputError: another run holds it, or see `check_output`.
+    """
+    with held(out):
+        _check_output(out, source, overwrite, needed)
+        yield
 
 
 def check_output(output: str, source: Path, *, overwrite: bool, needed: Sequence[Path] = ()) -> None:
@@ -17,20 +34,30 @@ def check_output(output: str, source: Path, *, overwrite: bool, needed: Sequence
         source: folder of the model.  overwrite: what the folder holds may go.  needed: other files that must stay.
 
     Raises:
-        InputError: OUT is not a folder, not empty, not writable, or overlaps the source.
+        InputError: OUT is not a folder, not empty, not writable, overlaps the source, or another run is writing to it.
     """
     if not output.strip():
         raise InputError("OUT is empty; expected a folder to write to")
     try:
-        _check_output(output, source, overwrite, needed)
+        check_free(Path(output))
+        _check_output(Path(output), source, overwrite, needed)
     except InputError:
         raise
     except (OSError, RuntimeError, ValueError) as error:  # names too long, link loops, NUL bytes
         raise InputError(f"{output}: not usable as a folder ({error})") from error
 
 
-def _check_output(output: str, source: Path, overwrite: bool, needed: Sequence[Path]) -> None:
-    out = Path(output).absolute()
+def check_space(out: Path, nbytes: int) -> None:
+    """Refuse a conversion of `nbytes` for which the output's file system has no room; an interrupted one counts.
+
+    Raises:
+        InputError: it will not fit.
+    """
+    check_room(out, nbytes, [out / PARTIAL, *(out / name for name in CheckpointWriter.files_being_moved(out))])
+
+
+def _check_output(output: Path, source: Path, overwrite: bool, needed: Sequence[Path]) -> None:
+    out = output.absolute()
     if out.is_symlink() and not out.exists():
         raise InputError(f"{output}: is a link to nothing; expected a folder to write to")
     if (out.exists() and not out.is_dir()) or ((out / PARTIAL).exists() and not (out / PARTIAL).is_dir()):

@@ -12,7 +12,7 @@ from typing import Any
 from latentfold.convert.attention.sizes import LayerSize, uniform
 from latentfold.convert.errors import InputError
 from latentfold.convert.files import read_json, sha256
-from latentfold.convert.write.writer import PARTIAL
+from latentfold.convert.write.writer import CheckpointWriter
 
 RECIPE = "latentfold.json"
 SCHEMA = 2
@@ -233,7 +233,7 @@ def read_recipe(folder: str | Path) -> Recipe:
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
-    if (folder / PARTIAL).exists():
+    if CheckpointWriter.is_interrupted(folder):
         raise InputError(f"{folder}: an unfinished conversion; repeat its command to finish it")
     path = folder / RECIPE
     if not path.is_file():

@@ -3,7 +3,8 @@
 All names, shapes and dtypes are known beforehand, so each shard's header is written first and every tensor goes
 straight to its offset: no more than one layer is held in memory, and an interrupted run keeps what it has. Until
 the end everything lies in a subfolder that no loader looks into; `config.json`, without which nothing loads, is moved
-last.
+last. A run that died at any moment is continued to the same bytes: the journal is replaced whole, shards are filled
+in place, and what else lies in the subfolder is written anew.
 
 Safetensors format: 8 bytes little-endian header length, JSON header, tensor bytes
 (https://github.com/huggingface/safetensors#format).
@@ -15,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ from torch import Tensor
 
 from latentfold.convert.errors import InputError
 from latentfold.convert.files import replace_text, sha256
+from latentfold.convert.write.lock import LOCK, OWNER, PARTIAL
+from latentfold.convert.write.space import reserve, room_needed
 
 if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
@@ -31,9 +35,10 @@ if TYPE_CHECKING:
     from latentfold.convert.write.tensors import TensorPlan
 
 
-PARTIAL = ".latentfold-partial"
-
 JOURNAL = "journal.json"
+
+STAYS = {JOURNAL, LOCK, OWNER}
+"""What never leaves the subfolder."""
 
 DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -53,7 +58,7 @@ class CheckpointWriter:
         moving: an earlier run was interrupted after everything was written, while moving it to its place.
 
     Raises:
-        InputError: `out` holds an interrupted run with another key.
+        InputError: `out` holds an interrupted run with another key; here and when anything is written: no room.
     """
 
     def __init__(
@@ -84,19 +89,41 @@ class CheckpointWriter:
                 f"{out}: holds an interrupted conversion with other options; "
                 "repeat those, choose another folder or pass overwrite"
             )
-        if not self.records:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
+        with self._room():
+            if not self.moving:
+                self._start(layouts)
+            self._write_journal()
+
+    def _start(self, layouts: Mapping[Path, tuple[bytes, int]]) -> None:
+        """Throw away whatever is not to be continued, and make the shards where that is everything."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kept = {path.name for path in layouts} | STAYS if self.records else STAYS - {JOURNAL}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                _delete(path)
+        if self.records:
+            return
+        try:
             for path, (header, size) in layouts.items():
-                with open(path, "wb") as file:
-                    file.write(header)
-                    file.truncate(size)
-        self._write_journal()
+                path.write_bytes(header)
+                reserve(path, size)
+        except OSError:
+            for path in layouts:
+                path.unlink(missing_ok=True)
+            raise
+
+    def _room(self) -> AbstractContextManager[None]:
+        return room_needed(self.out, sum(plan.nbytes for plan in self.tensors.values()))
 
     @staticmethod
     def files_being_moved(out: Path) -> set[str]:
         """Names that a run interrupted while finishing may already have moved to `out`."""
         return set((_read_journal(out) or {}).get("moving", []))
+
+    @staticmethod
+    def is_interrupted(out: Path) -> bool:
+        """Whether `out` holds a run that has not finished."""
+        return (out / PARTIAL / JOURNAL).exists()
 
     @staticmethod
     def interrupted_key(out: Path) -> dict[str, Any] | None:
@@ -146,48 +173,82 @@ class CheckpointWriter:
             if not torch.isfinite(stored).all():
                 raise RuntimeError(f"{name}: holds infinite or undefined values; nothing was finished")
             path, offset = self._offsets[name]
-            with open(path, "r+b") as file:
+            with self._room(), open(path, "r+b") as file:
                 file.seek(offset)
                 file.write(stored.view(torch.uint8).numpy().data)
             touched.add(path)
-        for path in touched:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        self.records[step] = record
-        self._write_journal()
+        with self._room():
+            for path in touched:
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            self.records[step] = record
+            self._write_journal()
 
     def read(self, prefix: str) -> dict[str, Tensor]:
         """The tensors already written whose names start with `prefix`."""
-        found: dict[str, Tensor] = {}
+        shards: dict[Path, list[str]] = {}
         for name, (path, _) in self._offsets.items():
             if name.startswith(prefix):
-                with safe_open(path, framework="pt") as shard:
-                    found[name] = shard.get_tensor(name)
+                shards.setdefault(path, []).append(name)
+        found: dict[str, Tensor] = {}
+        for path, names in shards.items():
+            with safe_open(path, framework="pt") as shard:
+                found |= {name: shard.get_tensor(name) for name in names}
         return found
+
+    def write_text(self, name: str, text: str) -> None:
+        """Put a text file into the checkpoint."""
+        with self._room():
+            replace_text(self.folder / name, text)
+
+    def copy(self, files: Mapping[str, Path]) -> None:
+        """Put copies of files into the checkpoint, each under its name there: `folder/file` for one in a sub-folder."""
+        with self._room():
+            for name, path in files.items():
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, self.folder / name)
 
     def write_index(self) -> None:
         """Write the index of a checkpoint of several shards."""
         if len(self.shards.filename_to_tensors) > 1:
             index = {"metadata": self.shards.metadata, "weight_map": self.shards.tensor_to_filename}
-            replace_text(self.folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+            self.write_text("model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
     def hashes(self) -> dict[str, str]:
-        """SHA-256 of every file that will be in the output, but for the one that holds the hashes."""
-        return {path.name: sha256(path) for path in sorted(self.folder.iterdir()) if path.name != JOURNAL}
+        """SHA-256 of every file that will be in the output, but for the one that holds the hashes.
+
+        Files in sub-folders are named `folder/file`.
+        """
+        files = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob("*") if path.is_file()}
+        return {name: sha256(files[name]) for name in sorted(set(files) - STAYS)}
 
     def finish(self) -> None:
         """Move everything to its final place, config.json last; interrupted, it is taken up again."""
         if not self.moving:
-            self.moving = sorted(path.name for path in self.folder.iterdir() if path.name != JOURNAL)
-            self._write_journal()
-        waiting = {path.name for path in self.folder.iterdir()}
+            self.moving = sorted(self._waiting())
+            with self._room():
+                self._write_journal()
+        waiting = self._waiting()
         for path in self.out.iterdir() if self.overwrite else ():
             old = path.name not in self.moving or path.name in waiting
             if old and path.name != PARTIAL:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        for name in sorted(waiting - {JOURNAL}, key=lambda name: name == "config.json"):
+                _delete(path)
+        for name in sorted(waiting, key=lambda name: name == "config.json"):
             os.replace(self.folder / name, self.out / name)
-        shutil.rmtree(self.folder)
+        (self.folder / JOURNAL).unlink()
+        with suppress(OSError):  # the lock goes with whoever holds it
+            self.folder.rmdir()
+
+    def _waiting(self) -> set[str]:
+        """Files and folders that are to be moved."""
+        return {path.name for path in self.folder.iterdir()} - STAYS
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _read_journal(out: Path) -> dict[str, Any] | None:

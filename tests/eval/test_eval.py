@@ -217,9 +217,14 @@ def other_bytes(folder: Path) -> None:
     edit(folder, lambda data: data["model"]["vocab"].update({"Ã": 3, "!": 258}), "tokenizer.json")
 
 
+def interrupt(folder: Path) -> None:
+    (folder / ".latentfold-partial").mkdir()
+    (folder / ".latentfold-partial" / "journal.json").write_text("{}")
+
+
 UP = "model.layers.1.mlp.up_proj.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "unfinished": (lambda out: (out / ".latentfold-partial").mkdir(), "an unfinished conversion"),
+    "unfinished": (interrupt, "an unfinished conversion"),
     "record without files": (lambda out: edit(out, lambda recipe: recipe.pop("files")), "files: Field required"),
     "files as a list": (lambda out: edit(out, lambda recipe: recipe.update(files=[])), "not the record"),
     "layers of nothing": (lambda out: edit(out, lambda recipe: recipe.update(layers=[{}, {}])), "not the record"),

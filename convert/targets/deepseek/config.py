@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from latentfold.convert.dtypes import dtype_name
+from latentfold.convert.model.shape import longest_context
 from latentfold.convert.targets.deepseek.ladders import Ladder
 from latentfold.convert.targets.deepseek.norm import LATENT_EPS
+from latentfold.convert.text.windows import DEFAULT_WINDOW
 
 MODEL_TYPE = "deepseek_v3"
 
@@ -34,7 +36,7 @@ def target_config(
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "hidden_act": "silu",
-        "max_position_embeddings": source.max_position_embeddings,
+        "max_position_embeddings": longest_context(source) or DEFAULT_WINDOW,
         "initializer_range": source.initializer_range,
         "rms_norm_eps": LATENT_EPS,
         "use_cache": True,

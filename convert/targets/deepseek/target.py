@@ -28,15 +28,16 @@ from latentfold.convert.attention.latent import LatentAttention
 from latentfold.convert.attention.sizes import LayerSize, Sizes, uniform
 from latentfold.convert.calibrate.statistics import RopeStatistics
 from latentfold.convert.families.family import Family
-from latentfold.convert.model.shape import ModelShape
+from latentfold.convert.model.shape import ModelShape, longest_context, norm_eps
 from latentfold.convert.model.streamed import StreamedModel
 from latentfold.convert.source.checkpoint import Checkpoint
-from latentfold.convert.targets.deepseek.config import target_config
+from latentfold.convert.targets.deepseek.config import MODEL_TYPE, target_config
 from latentfold.convert.targets.deepseek.ladders import Ladder, ladders
 from latentfold.convert.targets.deepseek.layout import attention_tensors
 from latentfold.convert.targets.deepseek.norm import residual_scale
 from latentfold.convert.targets.deepseek.support import why_not
 from latentfold.convert.targets.target import Conversion, Copied, Unwritten
+from latentfold.convert.text.windows import DEFAULT_WINDOW
 
 KIND = "all"
 """The class has one ladder: its layers are all of a kind."""
@@ -47,6 +48,7 @@ class PortableTarget(Conversion):
     """Models that outside attention are what Llama is."""
 
     name: ClassVar[str] = "deepseek"
+    model_type: ClassVar[str] = MODEL_TYPE
 
     @classmethod
     def why_not(cls, family: Family, config: Any, shape: ModelShape, engine: str) -> list[str]:
@@ -75,7 +77,9 @@ class PortableTarget(Conversion):
 
     @cached_property
     def residual(self) -> float:
-        return residual_scale(self.source.rms_norm_eps, self.dtype)
+        eps = norm_eps(self.source)
+        assert eps is not None  # Llama's classes all have one
+        return residual_scale(eps, self.dtype)
 
     def kind(self, layer: int) -> str:
         return KIND
@@ -84,7 +88,8 @@ class PortableTarget(Conversion):
     def ladders(self) -> list[Ladder]:
         """All that `candidates` ever gives."""
         source, rope_dim = self.source, self.size.rope_dim
-        return ladders(source.rope_parameters, self.shape.head_dim, rope_dim, source.max_position_embeddings)
+        longest = longest_context(source) or DEFAULT_WINDOW
+        return ladders(source.rope_parameters, self.shape.head_dim, rope_dim, longest)
 
     def candidates(self, layer: int, stats: RopeStatistics, pairs: Tensor) -> list[Ladder]:
         return self.ladders

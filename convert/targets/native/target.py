@@ -61,6 +61,7 @@ class NativeTarget(Conversion):
     """Any family, loaded by the class that ships with it; layers may differ, or stay as they are."""
 
     name: ClassVar[str] = "native"
+    model_type: ClassVar[str] = LatentfoldConfig.model_type
     code: ClassVar[tuple[Path, ...]] = tuple(
         Path(__file__).with_name(name) for name in ("configuration_latentfold.py", "modeling_latentfold.py")
     )

@@ -40,11 +40,14 @@ TOKEN = "hf_alicealicealicealicealice"
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A converted and evaluated checkpoint of several shards, with its card."""
+    """A converted and evaluated checkpoint of several shards and a sub-folder, with its card."""
     folder = tmp_path_factory.mktemp("converted")
     (folder / "text.txt").write_text(TEXT * 8)
+    template = save_tiny(folder / "source") / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
     convert_checkpoint(
-        str(save_tiny(folder / "source")),
+        str(folder / "source"),
         str(folder / "out"),
         kv_rank=8,
         rope_dim=4,
@@ -306,6 +309,11 @@ def edit_recipe(out: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (out / RECIPE).write_text(json.dumps(recipe))
 
 
+def interrupt(out: Path) -> None:
+    (out / ".latentfold-partial").mkdir()
+    (out / ".latentfold-partial" / "journal.json").write_text("{}")
+
+
 def shard(out: Path) -> Path:
     return next(out.glob("*.safetensors"))
 
@@ -317,11 +325,15 @@ def flip_last_byte(path: Path) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (shutil.rmtree, "no such folder"),
-    "unfinished": (lambda out: (out / ".latentfold-partial").mkdir(), "unfinished conversion"),
+    "unfinished": (interrupt, "unfinished conversion"),
     "no recipe": (lambda out: (out / RECIPE).unlink(), "no latentfold.json"),
     "foreign recipe": (lambda out: (out / RECIPE).write_text("{}"), "not the record of a conversion"),
     "weights changed": (lambda out: flip_last_byte(shard(out)), "SHA-256 differs"),
     "config changed": (lambda out: (out / "config.json").write_text("{}"), "config.json is not what"),
+    "template changed": (
+        lambda out: (out / "additional_chat_templates" / "tool_use.jinja").write_text("{{ other }}"),
+        r"additional_chat_templates/tool_use\.jinja is not what",
+    ),
     "weights missing": (lambda out: shard(out).unlink(), "is missing"),
     "no evaluation": (lambda out: (out / EVALUATION).unlink(), "no evaluation.json; run latentfold eval"),
     "other evaluation": (lambda out: write_evaluation(out, fingerprint="0"), "of other weights; run latentfold eval"),
@@ -330,6 +342,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "stray file": (lambda out: (out / "notes.txt").write_text("x"), "holds notes.txt"),
     "hidden file": (lambda out: (out / ".env").write_text("x"), r"holds \.env"),
     "stray folder": (lambda out: shutil.copytree(out / "figures", out / "more"), "holds more/"),
+    "stray template": (
+        lambda out: (out / "additional_chat_templates" / "mine.jinja").write_text("x"),
+        r"holds additional_chat_templates/mine\.jinja",
+    ),
     "deeper": (lambda out: shutil.copytree(out / "figures", out / "figures" / "more"), "holds figures/more/"),
     "token": (lambda out: (out / "README.md").write_text(f"login: {TOKEN}"), "README.md holds what looks like a Hub"),
     "key": (lambda out: (out / "LICENSE").write_text("-----BEGIN RSA PRIVATE KEY-----"), "like a private key"),
