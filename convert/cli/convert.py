@@ -58,7 +58,9 @@ from latentfold.convert.cli.push import push
 @calibration_option
 @calibration_tokens_option
 @seq_len_option
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the sampled query positions.")
+@click.option(
+    "--seed", type=click.IntRange(0), metavar="N", default=0, show_default=True, help="Of the sampled query positions."
+)
 @device_option
 @target_option
 @engine_option

@@ -94,7 +94,9 @@ from latentfold.convert.cli.push import push
     "--html", "html_file", type=click.Path(), metavar="FILE", help="Write a page with tables and plots to FILE."
 )
 @click.option("--no-save", is_flag=True, help="Leave no evaluation.json in CONVERTED.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of --speed and --tasks.")
+@click.option(
+    "--seed", type=click.IntRange(0), metavar="N", default=0, show_default=True, help="Of --speed and --tasks."
+)
 @device_option
 @compute_dtype_option
 @click.option("--stream", is_flag=True, help="Keep no copy of ORIGINAL from the Hub, as in convert.")

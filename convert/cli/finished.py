@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from latentfold.convert.errors import InputError
 from latentfold.convert.pipeline.prepare import calibration_windows, plan_only
 from latentfold.convert.pipeline.record import beginnings
 from latentfold.convert.plan.config import ConversionConfig
 from latentfold.convert.source.hub import download
 from latentfold.convert.source.tokenizer import load_tokenizer
-from latentfold.convert.write.recipe import RECIPE, Recipe, read_recipe
-from latentfold.convert.write.writer import PARTIAL
+from latentfold.convert.write.recipe import RECIPE, read_recipe
 
 
-def finished(config: ConversionConfig) -> Recipe | None:
-    """The record of the very conversion that is asked for, where its output holds it; None where it does not.
+def finished(config: ConversionConfig) -> bool:
+    """Whether the output holds the very conversion that is asked for.
 
     Compared are the source, the options with every choice made, the sizes and the calibration tokens. Versions are not:
     a conversion that was finished before an upgrade stays what it is. Of a folder only the name is known, so none of
@@ -24,9 +24,10 @@ def finished(config: ConversionConfig) -> Recipe | None:
         InputError: see `plan_only`; also calibration text that is missing, empty or too short.
     """
     out = config.output_path
-    if (out / PARTIAL).exists() or not (out / RECIPE).is_file():
-        return None
-    recipe = read_recipe(out)
+    try:
+        recipe = read_recipe(out)
+    except InputError:  # nothing finished; whether OUT may be written is found out next
+        return False
     plan = plan_only(replace(config, output=None))
     if recipe.size in plan.candidates:
         plan = plan.at(recipe.size)
@@ -40,4 +41,4 @@ def finished(config: ConversionConfig) -> Recipe | None:
     ) == (recipe.options, recipe.sizes, recipe.calibration)
     made = (out / RECIPE).stat().st_mtime_ns
     changed = checkpoint.revision is None and any(when > made for _, when in checkpoint.stamps().values())
-    return recipe if same and not changed else None
+    return same and not changed

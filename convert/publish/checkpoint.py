@@ -89,7 +89,9 @@ def publish_checkpoint(
     evaluated = current_evaluation(folder, recipe) is not None
     if not evaluated and not allow_unevaluated:
         found = f"{EVALUATION} is of other weights" if (folder / EVALUATION).exists() else f"no {EVALUATION}"
-        raise InputError(f"{folder}: {found}; run latentfold eval, or pass allow_unevaluated")
+        raise InputError(
+            f"{folder}: {found}; run latentfold eval (from Python: save_evaluation), or pass allow_unevaluated"
+        )
     check_probe(folder, recipe.check.probe, torch.device("cpu"))
     card = read_card(folder) if dry_run else write_card(folder)
     files = files_to_push(folder, recipe)
@@ -117,14 +119,15 @@ def _hub_bars(shown: bool) -> Iterator[None]:
     """Keep huggingface_hub's bars and warnings away for a while, unless they are to be shown."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
 
-    silent, level = are_progress_bars_disabled(), logging.get_verbosity()
-    if shown or silent:
+    if shown:
         yield
         return
+    silent, level = are_progress_bars_disabled(), logging.get_verbosity()
     disable_progress_bars()
     logging.set_verbosity_error()
     try:
         yield
     finally:
-        enable_progress_bars()
         logging.set_verbosity(level)
+        if not silent:
+            enable_progress_bars()

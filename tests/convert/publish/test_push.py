@@ -460,6 +460,10 @@ def test_a_conversion_that_was_not_published_is_not_made_again(
     (source / "model.safetensors").touch()
     assert (refused := invoke(*command)).exit_code == 2 and "not empty" in refused.stderr, "a younger source"
     os.utime(source / "model.safetensors", (0, 0))
+    recipe = (out / RECIPE).read_text()
+    (out / RECIPE).write_text("{}")
+    assert (refused := invoke(*command)).exit_code == 2 and "not empty" in refused.stderr, "a record of another version"
+    (out / RECIPE).write_text(recipe)
     done = invoke(*command)
     assert done.exit_code == 0, done.output
     assert published(server) == contents(out) and done.stdout.splitlines()[0] == str(out)
@@ -472,7 +476,7 @@ def interrupted(reason: str) -> None:
 def test_from_python_the_same_is_refused_and_named_as_python_has_it(server: HubServer, out: Path) -> None:
     (out / EVALUATION).unlink()
     for options, message in (
-        ({}, "no evaluation.json; run latentfold eval, or pass allow_unevaluated"),
+        ({}, r"no evaluation\.json; run latentfold eval \(from Python: save_evaluation\), or pass allow_unevaluated"),
         ({"create_pr": True, "tag": "x"}, "create_pr: goes to the main branch"),
         ({"token": None}, "not logged in"),
     ):
