@@ -6,7 +6,7 @@ from collections import Counter
 
 from latentfold.convert.attention.sizes import Sizes, uniform
 from latentfold.convert.dtypes import dtype_name
-from latentfold.convert.formats import size
+from latentfold.convert.formats import growth, millions, size
 from latentfold.convert.model.shape import norm_eps
 from latentfold.convert.pipeline.estimate import SizeEstimate
 from latentfold.convert.pipeline.run import ConversionResult
@@ -129,16 +129,20 @@ def _per_layer(cached: tuple[int, int], layers: int) -> str:
     return f"{after / layers:g} of {before / layers:g} values per token and layer"
 
 
-def conversion_summary(source: str, result: ConversionResult) -> str:
-    """What `latentfold convert` says at the end of converting `source`."""
+def conversion_summary(result: ConversionResult) -> str:
+    """What `latentfold convert` says at its end."""
     recipe = result.recipe
     errors = {layer: found.output for layer, found in enumerate(recipe.layers) if found is not None}
     worst = max(errors, key=lambda layer: errors[layer])
     parameters, cache = recipe.parameters, recipe.cache_values
+    grown = growth(parameters.source, parameters.converted, recipe.untied_parameters)
     return _rows(
         [
             ("cache", _per_layer((cache.source, cache.converted), len(recipe.sizes))),
-            ("parameters", f"{parameters.source / 1e6:.1f} M -> {parameters.converted / 1e6:.1f} M"),
+            (
+                "parameters",
+                f"{millions(parameters.source)} -> {millions(parameters.converted)}" + (grown and f"; {grown}"),
+            ),
             (
                 "rope",
                 f"{_rope(recipe.ladder.rope_parameters)} "
@@ -150,6 +154,5 @@ def conversion_summary(source: str, result: ConversionResult) -> str:
                 f"{errors[worst]:.3f} in layer {worst}",
             ),
             ("reload check", f"logits equal to {recipe.check.reload_logit_difference:.0e}"),
-            ("next", f"latentfold eval {source} {result.path}"),
         ]
     )

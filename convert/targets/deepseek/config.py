@@ -17,10 +17,12 @@ MODEL_TYPE = "deepseek_v3"
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
-def target_config(
-    source: Any, ladder: Ladder, head_dim: int, rank: int, dtype: torch.dtype, biased: bool
-) -> dict[str, Any]:
-    """config.json of the converted model; `source` is the source's transformers config."""
+def target_config(source: Any, ladder: Ladder, head_dim: int, rank: int, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of the converted model, without biases or tied embeddings.
+
+    Args:
+        source: the source's transformers config.
+    """
     rope = {k: v for k, v in ladder.parameters.items() if k not in ("rope_type", "rope_theta")}
     scaling = {"type": "yarn", "rope_type": "yarn", **rope} if rope else None
     heads = source.num_attention_heads
@@ -41,12 +43,12 @@ def target_config(
         "rms_norm_eps": LATENT_EPS,
         "use_cache": True,
         "tie_word_embeddings": False,
-        "attention_bias": biased,
+        "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": source.bos_token_id,
         "eos_token_id": source.eos_token_id,
         "pad_token_id": source.pad_token_id,
-        "q_lora_rank": source.hidden_size + 1 if biased else None,
+        "q_lora_rank": None,
         "kv_lora_rank": rank,
         "qk_nope_head_dim": head_dim,
         "qk_rope_head_dim": ladder.rope_dim,

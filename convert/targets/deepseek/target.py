@@ -72,6 +72,11 @@ class PortableTarget(Conversion):
         return self.family.biased(self.source)
 
     @property
+    def _tied(self) -> bool:
+        """Whether the output head is the embedding: other engines do not tie this class, and a scale would show."""
+        return self._biased and self.residual == 1.0 and bool(self.source.tie_word_embeddings)
+
+    @property
     def engine(self) -> str:
         return "transformers" if self._biased else "any"
 
@@ -103,8 +108,8 @@ class PortableTarget(Conversion):
         return StreamedModel(Unwritten(), config, torch.float32, torch.device("cpu")).shapes
 
     def outer(self) -> dict[str, Copied]:
-        names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-        embedding = names[0]
+        embedding = "model.embed_tokens.weight"
+        names = (embedding, "model.norm.weight", *(() if self._tied else ("lm_head.weight",)))
         return {name: self._own(name, to_residual=name == embedding) for name in names}
 
     def _own(self, name: str, **how: Any) -> Copied:
@@ -133,9 +138,9 @@ class PortableTarget(Conversion):
         return {f"model.layers.{layer}.self_attn.{name}": tensor for name, tensor in tensors.items()}
 
     def config(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
-        return target_config(
-            self.source, chosen[KIND], self.shape.head_dim, self.size.kv_rank, self.dtype, self._biased
-        )
+        plain = target_config(self.source, chosen[KIND], self.shape.head_dim, self.size.kv_rank, self.dtype)
+        biased = {"attention_bias": True, "q_lora_rank": self.shape.hidden_size + 1} if self._biased else {}
+        return plain | biased | {"tie_word_embeddings": self._tied}
 
     def rope_parameters(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
         return chosen[KIND].parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_layers_without_attention(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **SIZES | HYBRIDS[name])
+    config = AutoConfig.for_model(name, **deepcopy(SIZES | HYBRIDS[name]))  # completed in place
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     model, tokens = streamed(tmp_path), random_tokens(2, 24)
     model.check_headers(model.checkpoint.headers)
