@@ -15,3 +15,8 @@ STORED = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def stored_name(dtype: torch.dtype) -> str:
+    """`BF16` for torch.bfloat16."""
+    return next(name for name, found in STORED.items() if found == dtype)

@@ -66,13 +66,14 @@ def inspect(
     quiet_libraries()
     from dataclasses import asdict
 
-    from latentfold.convert.api import estimate_sizes
     from latentfold.convert.cli.tables import estimates_table, inspection_table
     from latentfold.convert.plan.inspection import inspect_model
 
     found = inspect_model(model, revision=revision, token=token)
     estimates = []
     if calibrate:
+        from latentfold.convert.api import estimate_sizes
+
         estimates = estimate_sizes(model, revision=revision, token=token, progress=not quiet, **options)
     if as_json:
         data = found.to_dict() | {"estimates": [asdict(size) for size in estimates] if calibrate else None}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from latentfold.convert.attention.sizes import Sizes, uniform
 from latentfold.convert.dtypes import dtype_name
 from latentfold.convert.formats import growth, millions, size
 from latentfold.convert.model.shape import norm_eps
-from latentfold.convert.pipeline.estimate import SizeEstimate
-from latentfold.convert.pipeline.run import ConversionResult
-from latentfold.convert.plan.inspection import Inspection
-from latentfold.convert.plan.plan import ConversionPlan
-from latentfold.convert.plan.sizes import Proposal
+
+if TYPE_CHECKING:  # what they import takes seconds
+    from latentfold.convert.pipeline.estimate import SizeEstimate
+    from latentfold.convert.pipeline.run import ConversionResult
+    from latentfold.convert.plan.inspection import Inspection
+    from latentfold.convert.plan.plan import ConversionPlan
+    from latentfold.convert.plan.sizes import Proposal
 
 
 def _rows(rows: list[tuple[str, str]]) -> str:

@@ -25,17 +25,15 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 
 from latentfold.convert.attention.latent import LatentAttention
-from latentfold.convert.attention.sizes import LayerSize, Sizes, uniform
+from latentfold.convert.attention.sizes import LayerSize, uniform
 from latentfold.convert.calibrate.statistics import RopeStatistics
-from latentfold.convert.families.family import Family
-from latentfold.convert.model.shape import ModelShape, longest_context, norm_eps
+from latentfold.convert.model.shape import longest_context, norm_eps
 from latentfold.convert.model.streamed import StreamedModel
 from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.targets.deepseek.config import MODEL_TYPE, target_config
 from latentfold.convert.targets.deepseek.ladders import Ladder, ladders
 from latentfold.convert.targets.deepseek.layout import attention_tensors
 from latentfold.convert.targets.deepseek.norm import residual_scale
-from latentfold.convert.targets.deepseek.support import why_not
 from latentfold.convert.targets.target import Conversion, Copied, Unwritten
 from latentfold.convert.text.windows import DEFAULT_WINDOW
 
@@ -49,16 +47,6 @@ class PortableTarget(Conversion):
 
     name: ClassVar[str] = "deepseek"
     model_type: ClassVar[str] = MODEL_TYPE
-
-    @classmethod
-    def why_not(cls, family: Family, config: Any, shape: ModelShape, engine: str) -> list[str]:
-        return why_not(family, config, shape, engine)
-
-    @classmethod
-    def why_not_sizes(cls, sizes: Sizes) -> list[str]:
-        if uniform(sizes) is not None:
-            return []
-        return ["layers of different sizes or left as they are: the stock class has one size for all"]
 
     @property
     def size(self) -> LayerSize:

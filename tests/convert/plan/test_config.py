@@ -8,6 +8,7 @@ import pytest
 
 from latentfold.convert import InputError
 from latentfold.convert.plan.config import ConversionConfig
+from latentfold.eval import EvaluationConfig
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"target": "bogus"}, r"^target bogus: expected auto, deepseek or native$"),
@@ -31,3 +32,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_limits(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ConversionConfig("source", None, **options)
+
+
+def test_no_repr_shows_the_token() -> None:
+    """Configs end up in logs and notebooks."""
+    for config in (ConversionConfig("a", None, token="hf_secret"), EvaluationConfig(token="hf_secret")):
+        assert config.token == "hf_secret" and "hf_secret" not in repr(config)
