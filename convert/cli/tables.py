@@ -64,6 +64,8 @@ def inspection_table(found: Inspection) -> str:
 def _cached(found: Inspection) -> str:
     """What a token costs, and how many layers it costs that in."""
     counts = Counter(values for values in found.shape.layer_values if values)
+    if not counts:
+        return "no layer caches tokens"
     if len(counts) == 1 and counts.total() == found.shape.num_layers:
         values = f"{found.shape.cache_values} values per token and layer"
     else:

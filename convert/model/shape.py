@@ -167,7 +167,7 @@ def _layers(text: Any, values: Sequence[int]) -> list[LayerShape]:
     """What each layer caches, given how much it would per token."""
     names = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
-    longest = longest_context(text) or window
+    longest = longest_context(text) or float("inf")
     if not window or getattr(text, "use_sliding_window", True) is False or window >= longest:
         window = None
     if not names:
