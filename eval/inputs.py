@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ EMBEDDING_TOLERANCE = 0.02
 
 NOVEL = "Persuasion (1817), bundled"
 
+LONG_PARAGRAPH = 120
+"""Characters from which on a paragraph is hardly in two books."""
 NOVEL_FRONT_MATTER = 1000
 """Tokens of the bundled novel that are passed over: title, contents, first page."""
 
@@ -116,6 +119,24 @@ def bundled_novel() -> Document:
     """The evaluation text that ships with the package."""
     path = resources.files("latentfold.eval") / "data" / "persuasion.txt"
     return Document(NOVEL, path.read_text(encoding="utf-8"))
+
+
+def refuse_evaluation_text(documents: Sequence[Document]) -> None:
+    """Refuse to train on the bundled novel: nothing could be measured with it afterwards.
+
+    Raises:
+        InputError: a text holds a paragraph of it.
+    """
+    ours = _paragraphs(bundled_novel())
+    for document in documents:
+        if _paragraphs(document) & ours:
+            raise InputError(f"text {document.name}: holds text of the evaluation novel ({NOVEL}); expected any other")
+
+
+def _paragraphs(document: Document) -> set[str]:
+    """Hashes of the longer paragraphs."""
+    parts = (" ".join(part.split()) for part in document.text.split("\n\n"))
+    return {hashlib.sha256(part.encode(errors="replace")).hexdigest() for part in parts if len(part) >= LONG_PARAGRAPH}
 
 
 def with_weights(checkpoint: Checkpoint, token: str | None, stream: bool = False) -> Checkpoint:
