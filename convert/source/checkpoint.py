@@ -76,12 +76,12 @@ class Checkpoint:
         """
         if name not in self.headers:
             raise InputError(f"tensor {name} is missing from {self.name}")
-        with safe_open(self.path(self.headers[name].file), framework="pt") as shard:
+        with safe_open(self.path(name), framework="pt") as shard:
             return shard.get_tensor(name)
 
-    def path(self, file: str) -> Path:
-        """Where a shard lies."""
-        return self.folder / file
+    def path(self, name: str) -> Path:
+        """Where a tensor's shard lies."""
+        return self.folder / self.headers[name].file
 
     def check_values(self, names: Collection[str]) -> None:
         """Read tensors once, file by file, so that damage shows before anything is written.

@@ -62,14 +62,14 @@ def with_headers(checkpoint: Checkpoint, token: str | None = None) -> Checkpoint
     if checkpoint.revision is None:
         checkpoint.read_headers()
         return checkpoint
-    from huggingface_hub import constants, get_safetensors_metadata
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
     if constants.HF_HUB_OFFLINE:
         return checkpoint
     try:
         with hub_errors(checkpoint.name, checkpoint.revision):
-            found = get_safetensors_metadata(checkpoint.name, revision=checkpoint.revision, token=token)
+            found = HfApi(token=token).get_safetensors_metadata(checkpoint.name, revision=checkpoint.revision)
     except NotASafetensorsRepoError as error:
         raise InputError(
             f"{checkpoint.name}: the repository has no {SINGLE} and no {INDEX}; expected safetensors"
