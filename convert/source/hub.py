@@ -89,15 +89,18 @@ def fetch(
 ) -> Path:
     """Bring files of a Hub repository to its place in the cache, or to `local_dir`; the folder they are in.
 
-    They are compared with the Hub's hashes: huggingface_hub notices a body that is too short, but not one that is
-    wrong. Offline, files from the cache are taken as they are.
+    All sizes are compared with the Hub's, and the hashes of what this call brought: huggingface_hub notices a body that
+    is too short, but not one that is wrong. Offline, files from the cache are taken as they are.
 
     Raises:
-        InputError: the Hub refuses or cannot be reached, or a file differs.
+        InputError: the Hub refuses or cannot be reached, or a file differs; that one is deleted.
     """
-    from huggingface_hub import HfApi, RepoFile, snapshot_download
+    from huggingface_hub import HfApi, RepoFile, constants, snapshot_download
+    from huggingface_hub.file_download import repo_folder_name
     from huggingface_hub.utils import filter_repo_objects
 
+    cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+    before = {path.resolve() for path in (local_dir or cache).rglob("*") if path.is_file()}
     with hub_errors(name, revision):
         folder = Path(
             snapshot_download(name, revision=revision, token=token, allow_patterns=patterns, local_dir=local_dir)
@@ -109,11 +112,16 @@ def fetch(
     except Unreachable:
         return folder
     files = [entry for entry in entries if isinstance(entry, RepoFile)]
+    damaged = []
     for file in filter_repo_objects(files, allow_patterns=patterns, key=lambda file: file.path):
         path = folder / file.path
-        if not same_content(path, file):
-            raise InputError(
-                f"{name}: {file.path} is not what the Hub's hash says (a damaged download); "
-                f"delete {path.resolve()} and repeat the command"
-            )
+        same = path.stat().st_size == file.size if path.resolve() in before else same_content(path, file)
+        if not same:
+            path.resolve().unlink(missing_ok=True)
+            damaged.append(file.path)
+    if damaged:
+        raise InputError(
+            f"{name}: {', '.join(damaged)} is not what the Hub's hash says (a damaged download, now deleted); "
+            "repeat the command to fetch it again"
+        )
     return folder
