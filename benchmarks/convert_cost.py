@@ -26,7 +26,7 @@ SAMPLE = 2
 def forward_seconds(folder: str, tokens: int, length: int) -> float:
     """Seconds of a plain forward pass of the decoder over `tokens` tokens, from a sample."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().model
-    batch = torch.randint(1000, (1, length))
+    batch = torch.randint(model.config.vocab_size, (1, length))
     with torch.no_grad():
         model(batch)
         start = time.perf_counter()

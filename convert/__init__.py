@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from latentfold.convert.pipeline.run import ConversionResult
     from latentfold.convert.plan.inspection import Inspection, inspect_model
     from latentfold.convert.plan.plan import ConversionPlan
+    from latentfold.convert.publish.checkpoint import Publication, publish_checkpoint
     from latentfold.convert.targets.deepseek.absorb import enable_absorbed_decode
-    from latentfold.convert.targets.native import LatentfoldForCausalLM
+    from latentfold.convert.targets.native.modeling_latentfold import LatentfoldForCausalLM
     from latentfold.convert.write.recipe import Recipe, read_recipe
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Inspection",
     "LatentfoldForCausalLM",
     "LayerSize",
+    "Publication",
     "Recipe",
     "calibrate_layer",
     "convert_checkpoint",
@@ -33,6 +35,7 @@ __all__ = [
     "estimate_sizes",
     "inspect_model",
     "plan_conversion",
+    "publish_checkpoint",
     "read_recipe",
 ]
 
@@ -43,8 +46,9 @@ _HOMES = {
     "pipeline.run": ("ConversionResult",),
     "plan.inspection": ("Inspection", "inspect_model"),
     "plan.plan": ("ConversionPlan",),
+    "publish.checkpoint": ("Publication", "publish_checkpoint"),
     "targets.deepseek.absorb": ("enable_absorbed_decode",),
-    "targets.native": ("LatentfoldForCausalLM",),
+    "targets.native.modeling_latentfold": ("LatentfoldForCausalLM",),
     "write.recipe": ("Recipe", "read_recipe"),
 }
 
@@ -60,4 +64,4 @@ def __getattr__(name: str) -> Any:
 @when_imported("transformers.models.auto.modeling_auto")
 def _register(_: Any) -> None:
     """Let transformers know our class, once somebody uses transformers: importing it here would cost seconds."""
-    import_module("latentfold.convert.targets.native")
+    import_module("latentfold.convert.targets.native.registration").register()

@@ -30,3 +30,16 @@ def test_nothing_bare_is_importable_and_help_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+
+
+def test_inspect_loads_no_model_code(tmp_path: Path) -> None:
+    """config.json alone is read: what transformers' config classes load themselves is all that it waits for."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    code = (
+        "import sys\n"
+        "from latentfold.convert.cli import main\n"
+        f"main(['inspect', {str(tmp_path)!r}], standalone_mode=False)\n"
+        "heavy = {'transformers.modeling_utils', 'latentfold.convert.model.streamed', 'matplotlib', 'pydantic'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/", stdout=subprocess.DEVNULL)

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("convert", "eval")
 
 FLOORS = (
-    ("convert.errors", "convert.dtypes", "convert.formats", "convert.progress"),
-    ("convert.attention", "convert.files"),
+    ("convert.choices", "convert.errors", "convert.formats", "convert.progress"),
+    ("convert.attention", "convert.dtypes", "convert.files"),
     ("convert.model", "convert.text", "convert.calibrate"),
     ("convert.source", "convert.families", "convert.factorize"),
     ("convert.targets", "convert.write"),

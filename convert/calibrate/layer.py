@@ -54,12 +54,14 @@ def calibrate(
     windows, length = shape
     probe, moments = AttentionProbe(weights, pairs), LatentAccumulator(weights, length)
     count = sample_count(weights.q.shape[0] * weights.q.shape[1], windows)
-    samples = []
-    for call in calls:
+
+    def look(call: AttentionCall) -> AttentionSample:
         seen = probe.sample(call, sampling)
         moments.add(call.x, seen)
         positions = query_positions(len(call.x), count, sampling.seed + call.window).to(call.x.device)
-        samples.append(AttentionSample.take(weights, call.x, call.stream, call.output, positions))
+        return AttentionSample.take(weights, call.x, call.stream, call.output, positions)
+
+    samples = list(map(look, calls))  # nothing of one window is held while the next one is computed
     rope, latent = moments.result()
     return CalibratedLayer(weights.to(torch.float64), pairs, rope, latent, samples)
 
@@ -78,9 +80,11 @@ def calibrate_rotation(
     probe = AttentionProbe(weights, pairs)
     heads, head_dim, _ = weights.q.shape
     moments = RopeAccumulator(heads, len(weights.k), head_dim, length, weights.q.device)
-    power = 0.0
-    for call in calls:
+
+    def look(call: AttentionCall) -> float:
         seen = probe.sample(call, sampling)
         moments.add(seen)
-        power += seen.output_power
+        return seen.output_power
+
+    power = sum(map(look, calls))
     return moments.result(), 0.5 * weights.scale**2 * moments.samples / max(power, 1e-300)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from latentfold.convert.cli.options import quiet_libraries, user_errors
+from latentfold.convert.cli.options import Folder, quiet_libraries, user_errors
 
 
 @click.command()
-@click.argument("out")
+@click.argument("out", type=Folder())
 @click.option("--stdout", is_flag=True, help="Print the card; write nothing.")
 @user_errors
 def card(out: str, stdout: bool) -> None:

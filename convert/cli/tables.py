@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from latentfold.convert.attention.sizes import Sizes, uniform
 from latentfold.convert.dtypes import dtype_name
-from latentfold.convert.formats import size
-from latentfold.convert.pipeline.estimate import SizeEstimate
-from latentfold.convert.pipeline.run import ConversionResult
-from latentfold.convert.plan.inspection import Inspection
-from latentfold.convert.plan.plan import ConversionPlan
-from latentfold.convert.plan.sizes import Proposal
+from latentfold.convert.formats import growth, millions, size
+from latentfold.convert.model.shape import norm_eps
+
+if TYPE_CHECKING:  # what they import takes seconds
+    from latentfold.convert.pipeline.estimate import SizeEstimate
+    from latentfold.convert.pipeline.run import ConversionResult
+    from latentfold.convert.plan.inspection import Inspection
+    from latentfold.convert.plan.plan import ConversionPlan
+    from latentfold.convert.plan.sizes import Proposal
 
 
 def _rows(rows: list[tuple[str, str]]) -> str:
@@ -47,7 +51,7 @@ def inspection_table(found: Inspection) -> str:
         ),
         ("rope", _rope(found.rope)),
         ("unusual", "; ".join(found.unusual) or "nothing"),
-        ("KV cache", f"{s.cache_values} values per token and layer, {size(found.cache_bytes_per_token)} per token"),
+        ("KV cache", _cached(found)),
     ]
     rows += [(f"  at {tokens:,} tokens", f"{size(b)} ({found.dtype})") for tokens, b in found.cache_bytes.items()]
     if found.proposal is not None:
@@ -55,6 +59,17 @@ def inspection_table(found: Inspection) -> str:
     else:
         rows.append(("convert", "no: " + "; ".join(found.reasons)))
     return _rows(rows)
+
+
+def _cached(found: Inspection) -> str:
+    """What a token costs, and how many layers it costs that in."""
+    counts = Counter(values for values in found.shape.layer_values if values)
+    if len(counts) == 1 and counts.total() == found.shape.num_layers:
+        values = f"{found.shape.cache_values} values per token and layer"
+    else:
+        parts = ", ".join(f"{values} in {count}" for values, count in counts.items())
+        values = f"values per token: {parts} of {found.shape.num_layers} layers"
+    return f"{values}, {size(found.cache_bytes_per_token)} per token"
 
 
 def _proposal_rows(found: Inspection, proposal: Proposal) -> list[tuple[str, str]]:
@@ -94,7 +109,7 @@ def plan_table(plan: ConversionPlan) -> str:
         ("target", target.name),
     ]
     if target.residual != 1.0:
-        scale = f"{target.residual:g} (rms_norm_eps {plan.config.rms_norm_eps:.2g} becomes 1e-6)"
+        scale = f"{target.residual:g} (the epsilon of its norms, {norm_eps(plan.config):.2g}, becomes 1e-6)"
         rows.append(("residual scale", scale))
     rows += [("  " + file, f"{len(names)} tensors") for file, names in files.items()]
     rows += [("note", notice) for notice in plan.notices]
@@ -117,16 +132,20 @@ def _per_layer(cached: tuple[int, int], layers: int) -> str:
     return f"{after / layers:g} of {before / layers:g} values per token and layer"
 
 
-def conversion_summary(source: str, result: ConversionResult) -> str:
-    """What `latentfold convert` says at the end of converting `source`."""
+def conversion_summary(result: ConversionResult) -> str:
+    """What `latentfold convert` says at its end."""
     recipe = result.recipe
     errors = {layer: found.output for layer, found in enumerate(recipe.layers) if found is not None}
     worst = max(errors, key=lambda layer: errors[layer])
     parameters, cache = recipe.parameters, recipe.cache_values
+    grown = growth(parameters.source, parameters.converted, recipe.untied_parameters)
     return _rows(
         [
             ("cache", _per_layer((cache.source, cache.converted), len(recipe.sizes))),
-            ("parameters", f"{parameters.source / 1e6:.1f} M -> {parameters.converted / 1e6:.1f} M"),
+            (
+                "parameters",
+                f"{millions(parameters.source)} -> {millions(parameters.converted)}" + (grown and f"; {grown}"),
+            ),
             (
                 "rope",
                 f"{_rope(recipe.ladder.rope_parameters)} "
@@ -138,6 +157,5 @@ def conversion_summary(source: str, result: ConversionResult) -> str:
                 f"{errors[worst]:.3f} in layer {worst}",
             ),
             ("reload check", f"logits equal to {recipe.check.reload_logit_difference:.0e}"),
-            ("next", f"latentfold eval {source} {result.path}"),
         ]
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from latentfold.convert.attention.weights import AttentionWeights, HeadNorm
 from latentfold.convert.errors import InputError
 from latentfold.convert.families.family import Family, Rows, half_layout
-from latentfold.convert.model.shape import ModelShape
+from latentfold.convert.model.shape import LayerKind, ModelShape, norm_eps
 from latentfold.convert.model.streamed import StreamedModel
 
 
@@ -53,7 +53,7 @@ def read_attention(
         rotation: the model's inverse frequencies and its factor on cos and sin.
 
     Raises:
-        InputError: q/k-norm over heads of which only a part rotates.
+        InputError: q/k-norm over heads of which only a part rotates, or without an epsilon.
     """
     hidden, size = shape.hidden_size, shape.head_dim
     rows = rows_of(read, prefix, family, names)
@@ -75,10 +75,14 @@ def read_attention(
     if family.q_norm is not None and family.k_norm is not None:
         if turning not in (0, size) or not torch.equal(order.cpu(), torch.arange(size)):
             raise InputError(f"family {family.model_type!r}: q/k-norm over heads of which a part rotates")
+        if (eps := norm_eps(config)) is None:
+            raise InputError(
+                f"family {family.model_type!r}: expected an epsilon of its norms in config.json, found none"
+            )
         for key, name in (("q_norm", family.q_norm), ("k_norm", family.k_norm)):
             gain = read(f"{prefix}{name}.weight") + family.norm_offset
             gain = gain if len(gain) == size else gain.view(-1, size)
-            norms[key] = HeadNorm(gain, config.rms_norm_eps)
+            norms[key] = HeadNorm(gain, eps)
         scale *= factor**2
     else:
         q, k = q[:, order], k[:, order]
@@ -102,7 +106,7 @@ def read_attention(
         has_bias=width > hidden,
         o_bias=o_bias,
         softcap=family.softcap(config),
-        window=shape.windows[layer],
+        window=shape.windows[layer] if shape.layers[layer].kind is LayerKind.SLIDING else None,
         output_gain=output_gain,
         **norms,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from latentfold.convert.families.family import Family
-from latentfold.convert.model.shape import ModelShape
+from latentfold.convert.model.shape import ModelShape, norm_eps
 
 STORED_ROPE = ("default", "llama3", "linear", "yarn", "longrope")
 """Rope types whose frequencies are one list, or one up to some length of the text and another beyond."""
@@ -43,6 +43,6 @@ def reasons_against(family: Family, config: Any, shape: ModelShape) -> list[str]
             reasons.append(f"{setting}: {value}")
     if shape.head_dim % 2:
         reasons.append(f"odd head_dim {shape.head_dim}")
-    if hasattr(config, "rms_norm_eps") and not _above(config.rms_norm_eps, 0):
-        reasons.append(f"rms_norm_eps {config.rms_norm_eps!r}: expected a positive number")
+    if (eps := norm_eps(config)) is not None and not _above(eps, 0):
+        reasons.append(f"rms_norm_eps {eps!r}: expected a positive number")
     return reasons

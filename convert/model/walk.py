@@ -44,10 +44,13 @@ class Visit:
             attention: name of the attention module within the layer.
         """
         while self._done < len(self.streams):
-            k, before = self._done, self.streams[self._done]
-            self.streams[k], x, output = attention_inputs(self.layer, before, self.kwargs(k), attention)
-            self._step()
-            yield AttentionCall(k, x[0], before[0], output[0])
+            yield self._call(attention)
+
+    def _call(self, attention: str) -> AttentionCall:
+        k, before = self._done, self.streams[self._done]
+        self.streams[k], x, output = attention_inputs(self.layer, before, self.kwargs(k), attention)
+        self._step()
+        return AttentionCall(k, x[0], before[0], output[0])
 
     @torch.no_grad()
     def advance(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ from latentfold.convert.source.hub import download, with_headers
 from latentfold.convert.source.opening import open_checkpoint
 from latentfold.convert.source.streamed import stream
 from latentfold.convert.source.tokenizer import load_generation_config, load_tokenizer
-from latentfold.convert.text.documents import default_calibration, read_documents
+from latentfold.convert.text.documents import Document, default_calibration, read_documents
 from latentfold.convert.text.windows import Windows, make_windows
 from latentfold.convert.write.output import check_output, check_space
 
@@ -71,22 +72,35 @@ def prepare(config: ConversionConfig) -> Job:
     Raises:
         InputError: see `plan_only`; also calibration text that is missing, empty or too short.
     """
-    documents = read_documents(config.calibration) if config.calibration else default_calibration()
+    documents = _documents(config)
     plan = _plan(config)
     checkpoint = download(plan.checkpoint, token=config.token, weights=False)
     load_generation_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
-    windows = make_windows(
-        documents,
-        tokenizer,
-        length=plan.seq_len,
-        count=config.calibration_tokens // plan.seq_len,
-        purpose="calibration",
-        vocab_size=plan.shape.vocab_size,
-    )
+    windows = calibration_windows(plan, tokenizer, documents)
     plan = _with_weights(plan, checkpoint)
     plan.checkpoint.check_values(plan.target.expected)
     return Job(plan, tokenizer, windows)
+
+
+def calibration_windows(plan: ConversionPlan, tokenizer: Any, documents: Sequence[Document] = ()) -> Windows:
+    """What a conversion calibrates on; `documents` are its texts where they have been read.
+
+    Raises:
+        InputError: the text is missing, empty or too short.
+    """
+    return make_windows(
+        documents or _documents(plan.request),
+        tokenizer,
+        length=plan.seq_len,
+        count=plan.request.calibration_tokens // plan.seq_len,
+        purpose="calibration",
+        vocab_size=plan.shape.vocab_size,
+    )
+
+
+def _documents(config: ConversionConfig) -> list[Document]:
+    return read_documents(config.calibration) if config.calibration else default_calibration()
 
 
 def _with_weights(plan: ConversionPlan, checkpoint: Checkpoint) -> ConversionPlan:

@@ -9,13 +9,12 @@ import torch
 
 from latentfold.convert.attention.sizes import LayerSize
 from latentfold.convert.calibrate.probe import Sampling
+from latentfold.convert.choices import ENGINES
 from latentfold.convert.dtypes import DTYPES
 from latentfold.convert.errors import InputError
 from latentfold.convert.model.devices import resolve_device
 from latentfold.convert.targets.registry import TARGETS
 from latentfold.convert.text.windows import DEFAULT_WINDOW
-
-ENGINES = ("any", "transformers")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from latentfold.convert.model.shape import ModelShape
+from latentfold.convert.model.shape import LayerKind, ModelShape
 from latentfold.convert.plan.sizes import Proposal, propose_sizes
 
 if TYPE_CHECKING:
@@ -36,10 +36,15 @@ class Inspection:
     proposal: Proposal | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able data; windows as a count per size."""
+        """Plain JSON-able data; layers that are alike are counted."""
         data = asdict(self)
-        data["shape"]["windows"] = {str(window): n for window, n in Counter(self.shape.windows).items()}
-        data["shape"]["cache_values"] = self.shape.cache_values
+        shape = self.shape
+        data["shape"] |= {
+            "num_layers": shape.num_layers,
+            "layers": [asdict(layer) | {"count": n} for layer, n in Counter(shape.layers).items()],
+            "windows": {str(window): n for window, n in Counter(shape.windows).items()},
+            "cache_values": shape.cache_values,
+        }
         return data
 
 
@@ -74,7 +79,7 @@ def inspect_model(name: str, *, revision: str | None = None, token: str | None =
         rope=dict(rope),
         dtype=str(dtype).removeprefix("torch.") if dtype is not None else "bfloat16",
         unusual=tuple(_unusual(text, shape, verdict.family)),
-        cache_bytes_per_token=shape.num_layers * shape.cache_values * width,
+        cache_bytes_per_token=sum(shape.layer_values) * width,
         cache_bytes={tokens: shape.cache_bytes(tokens, width) for tokens in CONTEXTS},
         convertible=verdict.family is not None,
         reasons=verdict.reasons,
@@ -93,10 +98,10 @@ def _attention_kind(shape: ModelShape) -> str:
 
 def _unusual(config: Any, shape: ModelShape, family: Family | None) -> list[str]:
     found: list[str] = []
-    windows = Counter(shape.windows)
-    full = windows.pop(None, 0)
-    for window, count in windows.items():
-        found.append(f"sliding window of {window} tokens on {count} of {count + full} layers")
+    for (kind, window), count in Counter((layer.kind, layer.window) for layer in shape.layers).items():
+        if kind is not LayerKind.FULL:
+            tokens = f" of {window} tokens" if window is not None else ""
+            found.append(f"{kind.value}{tokens} on {count} of {shape.num_layers} layers")
     if not shape.is_mla and shape.num_heads * shape.head_dim != shape.hidden_size:
         found.append(f"heads x head_dim = {shape.num_heads * shape.head_dim}, hidden size {shape.hidden_size}")
     if family.biased(config) if family else getattr(config, "attention_bias", False):

@@ -12,7 +12,7 @@ from latentfold.convert.attention.sizes import LayerSize
 from latentfold.convert.dtypes import DTYPES, dtype_name
 from latentfold.convert.errors import InputError
 from latentfold.convert.families.family import Family
-from latentfold.convert.model.shape import ModelShape, first_context, model_shape
+from latentfold.convert.model.shape import ModelShape, first_context, longest_context, model_shape
 from latentfold.convert.plan.config import ConversionConfig
 from latentfold.convert.plan.sizes import candidate_splits, check_sizes, propose_sizes
 from latentfold.convert.plan.support import choose_target, judge
@@ -21,6 +21,7 @@ from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.source.config import read_config
 from latentfold.convert.targets.registry import TARGETS, TargetEntry
 from latentfold.convert.targets.target import Conversion
+from latentfold.convert.text.windows import DEFAULT_WINDOW
 from latentfold.convert.write.tensors import TensorPlan
 
 SAVING_WORTH = 0.9
@@ -171,7 +172,8 @@ def _dtype(
 
 def _rotating_alike(model: Any) -> int:
     """Positions that one list of frequencies covers: calibration must not see two."""
-    return min(model.max_position_embeddings, first_context(model) or model.max_position_embeddings)
+    longest = longest_context(model) or DEFAULT_WINDOW
+    return min(longest, first_context(model) or longest)
 
 
 def _tensors(target: Conversion) -> dict[str, TensorPlan]:

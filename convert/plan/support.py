@@ -54,7 +54,7 @@ def judge(config: Any, shape: ModelShape, engine: str = "any") -> Verdict:
     refusals = {
         name: tuple(against)
         for name, entry in TARGETS.items()
-        if (against := entry.conversion.why_not(family, config, shape, engine))
+        if (against := entry.why_not(family, config, shape, engine))
     }
     return Verdict(family, (), refusals)
 
@@ -69,8 +69,7 @@ def choose_target(target: str, name: str, verdict: Verdict, sizes: Sizes) -> tup
         InputError: naming every feature that stands in the way.
     """
     against = {
-        entry.name: [*verdict.refusals.get(entry.name, ()), *entry.conversion.why_not_sizes(sizes)]
-        for entry in TARGETS.values()
+        entry.name: [*verdict.refusals.get(entry.name, ()), *entry.why_not_sizes(sizes)] for entry in TARGETS.values()
     }
     holding = [entry for entry in TARGETS.values() if not against[entry.name] and target in ("auto", entry.name)]
     if verdict.family is None or not holding:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 from yaml import YAMLError
 
+from latentfold.convert.attention.sizes import Sizes
 from latentfold.convert.errors import InputError
 from latentfold.convert.files import replace_text
+from latentfold.convert.formats import growth
+from latentfold.convert.plan.config import ConversionConfig
 from latentfold.convert.targets.kernels import engine_kernels
+from latentfold.convert.targets.registry import TARGETS
 from latentfold.convert.write.recipe import Recipe, fingerprint, read_recipe
 from latentfold.eval.records import EVALUATION, Evaluation, read_evaluation
 from latentfold.eval.report import plots
@@ -28,6 +33,21 @@ BEGIN, END = "<!-- latentfold:begin -->", "<!-- latentfold:end -->"
 """What lies between them is replaced when the card is written again; everything else stays."""
 
 TAGS = ["latentfold", "mla", "multi-head-latent-attention", "kv-cache"]
+
+REPEATED = (
+    "kv_rank",
+    "rope_dim",
+    "calibration",
+    "calibration_tokens",
+    "seq_len",
+    "seed",
+    "device",
+    "target",
+    "engine",
+    "dtype",
+    "max_shard_size",
+)
+"""Options that a repetition is given as they were resolved; a number of cached values has become two sizes by then."""
 
 FIGURES = {
     f"figures/{draw.__name__}.png": draw
@@ -174,10 +194,13 @@ def _figures(evaluation: Evaluation | None) -> dict[str, Figure]:
 
 def _body(recipe: Recipe, evaluation: Evaluation | None) -> str:
     environment = Environment(
-        loader=PackageLoader("latentfold.convert.publish"),
+        loader=ChoiceLoader(
+            [PackageLoader("latentfold.convert.publish"), PackageLoader("latentfold.convert.targets", "")]
+        ),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
         autoescape=False,  # Markdown; names go through `code` and `cell`
     )
     environment.filters |= {"code": code, "cell": cell, "percent": percent, "ppl": ppl, "basename": _basename}
@@ -185,6 +208,7 @@ def _body(recipe: Recipe, evaluation: Evaluation | None) -> str:
         "with_error": with_error,
         "per_layer": lambda values: f"{values / len(recipe.sizes):g}",
     }
+    parameters = recipe.parameters
     body = (
         environment.get_template("card.md.j2")
         .render(
@@ -193,6 +217,8 @@ def _body(recipe: Recipe, evaluation: Evaluation | None) -> str:
             source=_source_name(recipe),
             hub_id=recipe.source.name if recipe.source.revision else None,
             licence=recipe.source.license_name or recipe.source.license,
+            target=TARGETS[recipe.options.target],
+            grown=growth(parameters.source, parameters.converted, recipe.untied_parameters),
             command=convert_command(recipe),
             kernels=engine_kernels(*recipe.size) if recipe.size else (),
             evaluation=evaluation,
@@ -208,29 +234,37 @@ def _body(recipe: Recipe, evaluation: Evaluation | None) -> str:
 
 
 def convert_command(recipe: Recipe) -> str:
-    """The command that made this checkpoint; a local source by its folder's name, which is all a reader can use."""
+    """What makes this checkpoint again: the command, or Python where the command has no option for what was asked.
+
+    A local source goes by its folder's name, and texts by their files', which is all a reader can use.
+    """
     source, options = recipe.source, recipe.options
-    words = ["latentfold", "convert", source.name if source.revision else _source_name(recipe), "OUT"]
-    if source.revision:
-        words += ["--revision", source.revision]
-    names = (
-        "kv_rank",
-        "rope_dim",
-        "calibration_tokens",
-        "seq_len",
-        "seed",
-        "target",
-        "engine",
-        "dtype",
-        "max_shard_size",
-    )
-    for name in names:
-        words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    if options.device != "auto":
-        words += ["--device", options.device]
-    if options.calibration:
-        words += ["--calibration", *map(_basename, options.calibration)]
+    name = source.name if source.revision else _source_name(recipe)
+    given = {"revision": source.revision} | {option: getattr(options, option) for option in REPEATED}
+    given["device"] = None if options.device == "auto" else options.device
+    given["calibration"] = tuple(map(_basename, options.calibration))
+    given = {option: value for option, value in given.items() if value not in (None, ())}
+    if recipe.size is None or options.queries != ConversionConfig.queries:
+        return _python(name, given | ({} if recipe.size else {"sizes": recipe.sizes}) | {"queries": options.queries})
+    words = ["latentfold", "convert", name, "OUT"]
+    for option, value in given.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [f"--{option.replace('_', '-')}", str(each)]
     return shlex.join(words)
+
+
+def _python(source: str, options: dict[str, Any]) -> str:
+    lines = [
+        f"    {name}={_run_lengths(value) if name == 'sizes' else repr(value)}," for name, value in options.items()
+    ]
+    call = ["convert_checkpoint(", f"    {source!r},", "    'OUT',", *lines, ")"]
+    imported = "LayerSize, convert_checkpoint" if "sizes" in options else "convert_checkpoint"
+    return "\n".join([f"from latentfold.convert import {imported}", "", *call])
+
+
+def _run_lengths(sizes: Sizes) -> str:
+    """`[LayerSize(kv_rank=96, rope_dim=32)] * 28 + [None] * 2`."""
+    return " + ".join(f"[{size!r}] * {len(list(run))}" for size, run in groupby(sizes))
 
 
 def _source_name(recipe: Recipe) -> str:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelInfo, RepoFile
 
 
+MESSAGE = "Upload an MLA conversion"
+
+
 @dataclass(frozen=True)
 class PushResult:
     """What became of a push.
@@ -42,7 +45,7 @@ def push(
     private: bool = False,
     revision: str | None = None,
     create_pr: bool = False,
-    message: str = "Upload an MLA conversion",
+    message: str = MESSAGE,
     tag: str | None = None,
     overwrite: bool = False,
     token: str | None = None,
@@ -106,7 +109,7 @@ def check_request(repo: str, *, create_pr: bool = False, revision: str | None = 
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise InputError(f"{repo}: expected a repository as namespace/name")
     if create_pr and (revision or tag):
-        raise InputError("create_pr: goes to the main branch and has no commit to tag yet; drop revision and drop tag")
+        raise InputError("create_pr: goes to the main branch and has no commit to tag yet; drop `revision` and `tag`")
 
 
 def check_target(repo: str, *, private: bool = False, token: str | None = None) -> None:
@@ -165,7 +168,7 @@ def _parent(api: HfApi, repo: str, *, private: bool, revision: str | None) -> st
 
 def _check_private(repo: str, private: bool, there: ModelInfo) -> None:
     if private and not there.private:
-        raise InputError(f"{repo}: is public, and private is for new repositories; make it private on the Hub first")
+        raise InputError(f"{repo}: is public, and `private` is for new repositories; make it private on the Hub first")
 
 
 def _remote_files(api: HfApi, repo: str, commit: str) -> dict[str, RepoFile]:
@@ -208,4 +211,4 @@ def check_arrival(api: HfApi, repo: str, commit: str, files: Mapping[str, Path])
     there = _remote_files(api, repo, commit)
     wrong = [name for name, path in files.items() if name not in there or not same_content(path, there[name])]
     if wrong:
-        raise InputError(f"{repo}: {', '.join(wrong)} arrived damaged in commit {commit}; repeat the command")
+        raise InputError(f"{repo}: {', '.join(wrong)} arrived damaged in commit {commit}; push again")

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from latentfold.convert.errors import InputError
+from latentfold.convert.model.shape import longest_context
 from latentfold.convert.source.checkpoint import Checkpoint
 
 
@@ -32,4 +33,4 @@ def read_config(checkpoint: Checkpoint) -> Any:
 
 def max_positions(checkpoint: Checkpoint) -> int | None:
     """The longest context config.json allows, or None where it does not say."""
-    return getattr(read_config(checkpoint).get_text_config(), "max_position_embeddings", None)
+    return longest_context(read_config(checkpoint))

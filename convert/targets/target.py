@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from latentfold.convert.attention.latent import LatentAttention
-from latentfold.convert.attention.sizes import LayerSize, Sizes
+from latentfold.convert.attention.sizes import LayerSize
 from latentfold.convert.calibrate.statistics import RopeStatistics
 from latentfold.convert.families.family import Family
 from latentfold.convert.model.shape import ModelShape
@@ -70,20 +70,6 @@ class Conversion(ABC):
     shape: ModelShape
     wanted: tuple[LayerSize | None, ...]
     dtype: torch.dtype
-
-    @classmethod
-    def why_not(cls, family: Family, config: Any, shape: ModelShape, engine: str) -> list[str]:
-        """Why the target cannot hold a model; empty where it can.
-
-        Args:
-            engine: what has to load the result: "any", or "transformers" alone.
-        """
-        return []
-
-    @classmethod
-    def why_not_sizes(cls, sizes: Sizes) -> list[str]:
-        """Why the target cannot hold such sizes; empty where it can."""
-        return []
 
     @property
     def residual(self) -> float:

@@ -24,6 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from latentfold.convert.dtypes import stored_name
 from latentfold.convert.errors import InputError
 from latentfold.convert.files import replace_text, sha256
 from latentfold.convert.write.lock import LOCK, OWNER, PARTIAL
@@ -39,8 +40,6 @@ JOURNAL = "journal.json"
 
 STAYS = {JOURNAL, LOCK, OWNER}
 """What never leaves the subfolder."""
-
-DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 class CheckpointWriter:
@@ -146,7 +145,7 @@ class CheckpointWriter:
         for name in names:
             plan = self.tensors[name]
             header[name] = {
-                "dtype": DTYPE_NAMES[plan.dtype],
+                "dtype": stored_name(plan.dtype),
                 "shape": list(plan.shape),
                 "data_offsets": [end, end + plan.nbytes],
             }

@@ -7,18 +7,22 @@ from typing import Any
 import torch
 
 from latentfold.convert.dtypes import dtype_name
+from latentfold.convert.model.shape import longest_context
 from latentfold.convert.targets.deepseek.ladders import Ladder
 from latentfold.convert.targets.deepseek.norm import LATENT_EPS
+from latentfold.convert.text.windows import DEFAULT_WINDOW
 
 MODEL_TYPE = "deepseek_v3"
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
-def target_config(
-    source: Any, ladder: Ladder, head_dim: int, rank: int, dtype: torch.dtype, biased: bool
-) -> dict[str, Any]:
-    """config.json of the converted model; `source` is the source's transformers config."""
+def target_config(source: Any, ladder: Ladder, head_dim: int, rank: int, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of the converted model, without biases or tied embeddings.
+
+    Args:
+        source: the source's transformers config.
+    """
     rope = {k: v for k, v in ladder.parameters.items() if k not in ("rope_type", "rope_theta")}
     scaling = {"type": "yarn", "rope_type": "yarn", **rope} if rope else None
     heads = source.num_attention_heads
@@ -34,17 +38,17 @@ def target_config(
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "hidden_act": "silu",
-        "max_position_embeddings": source.max_position_embeddings,
+        "max_position_embeddings": longest_context(source) or DEFAULT_WINDOW,
         "initializer_range": source.initializer_range,
         "rms_norm_eps": LATENT_EPS,
         "use_cache": True,
         "tie_word_embeddings": False,
-        "attention_bias": biased,
+        "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": source.bos_token_id,
         "eos_token_id": source.eos_token_id,
         "pad_token_id": source.pad_token_id,
-        "q_lora_rank": source.hidden_size + 1 if biased else None,
+        "q_lora_rank": None,
         "kv_lora_rank": rank,
         "qk_nope_head_dim": head_dim,
         "qk_rope_head_dim": ladder.rope_dim,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from latentfold.convert.attention.sizes import Sizes, uniform
 from latentfold.convert.families.family import Family
 from latentfold.convert.model.shape import ModelShape
 
@@ -29,3 +30,10 @@ def why_not(family: Family, config: Any, shape: ModelShape, engine: str) -> list
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         reasons.append(f"partial rotary embedding (factor {rope['partial_rotary_factor']})")
     return reasons
+
+
+def why_not_sizes(sizes: Sizes) -> list[str]:
+    """Why the stock class cannot have layers of such sizes; empty where it can."""
+    if uniform(sizes) is not None:
+        return []
+    return ["layers of different sizes or left as they are: the stock class has one size for all"]

@@ -25,18 +25,17 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 
 from latentfold.convert.attention.latent import LatentAttention
-from latentfold.convert.attention.sizes import LayerSize, Sizes, uniform
+from latentfold.convert.attention.sizes import LayerSize, uniform
 from latentfold.convert.calibrate.statistics import RopeStatistics
-from latentfold.convert.families.family import Family
-from latentfold.convert.model.shape import ModelShape
+from latentfold.convert.model.shape import longest_context, norm_eps
 from latentfold.convert.model.streamed import StreamedModel
 from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.targets.deepseek.config import MODEL_TYPE, target_config
 from latentfold.convert.targets.deepseek.ladders import Ladder, ladders
 from latentfold.convert.targets.deepseek.layout import attention_tensors
 from latentfold.convert.targets.deepseek.norm import residual_scale
-from latentfold.convert.targets.deepseek.support import why_not
 from latentfold.convert.targets.target import Conversion, Copied, Unwritten
+from latentfold.convert.text.windows import DEFAULT_WINDOW
 
 KIND = "all"
 """The class has one ladder: its layers are all of a kind."""
@@ -48,16 +47,6 @@ class PortableTarget(Conversion):
 
     name: ClassVar[str] = "deepseek"
     model_type: ClassVar[str] = MODEL_TYPE
-
-    @classmethod
-    def why_not(cls, family: Family, config: Any, shape: ModelShape, engine: str) -> list[str]:
-        return why_not(family, config, shape, engine)
-
-    @classmethod
-    def why_not_sizes(cls, sizes: Sizes) -> list[str]:
-        if uniform(sizes) is not None:
-            return []
-        return ["layers of different sizes or left as they are: the stock class has one size for all"]
 
     @property
     def size(self) -> LayerSize:
@@ -71,12 +60,19 @@ class PortableTarget(Conversion):
         return self.family.biased(self.source)
 
     @property
+    def _tied(self) -> bool:
+        """Whether the output head is the embedding: other engines do not tie this class, and a scale would show."""
+        return self._biased and self.residual == 1.0 and bool(self.source.tie_word_embeddings)
+
+    @property
     def engine(self) -> str:
         return "transformers" if self._biased else "any"
 
     @cached_property
     def residual(self) -> float:
-        return residual_scale(self.source.rms_norm_eps, self.dtype)
+        eps = norm_eps(self.source)
+        assert eps is not None  # Llama's classes all have one
+        return residual_scale(eps, self.dtype)
 
     def kind(self, layer: int) -> str:
         return KIND
@@ -85,7 +81,8 @@ class PortableTarget(Conversion):
     def ladders(self) -> list[Ladder]:
         """All that `candidates` ever gives."""
         source, rope_dim = self.source, self.size.rope_dim
-        return ladders(source.rope_parameters, self.shape.head_dim, rope_dim, source.max_position_embeddings)
+        longest = longest_context(source) or DEFAULT_WINDOW
+        return ladders(source.rope_parameters, self.shape.head_dim, rope_dim, longest)
 
     def candidates(self, layer: int, stats: RopeStatistics, pairs: Tensor) -> list[Ladder]:
         return self.ladders
@@ -99,8 +96,8 @@ class PortableTarget(Conversion):
         return StreamedModel(Unwritten(), config, torch.float32, torch.device("cpu")).shapes
 
     def outer(self) -> dict[str, Copied]:
-        names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-        embedding = names[0]
+        embedding = "model.embed_tokens.weight"
+        names = (embedding, "model.norm.weight", *(() if self._tied else ("lm_head.weight",)))
         return {name: Copied(self.model.tied.get(name, name), to_residual=name == embedding) for name in names}
 
     def copied(self, layer: int) -> dict[str, Copied]:
@@ -125,9 +122,9 @@ class PortableTarget(Conversion):
         return {f"model.layers.{layer}.self_attn.{name}": tensor for name, tensor in tensors.items()}
 
     def config(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
-        return target_config(
-            self.source, chosen[KIND], self.shape.head_dim, self.size.kv_rank, self.dtype, self._biased
-        )
+        plain = target_config(self.source, chosen[KIND], self.shape.head_dim, self.size.kv_rank, self.dtype)
+        biased = {"attention_bias": True, "q_lora_rank": self.shape.hidden_size + 1} if self._biased else {}
+        return plain | biased | {"tie_word_embeddings": self._tied}
 
     def rope_parameters(self, chosen: Mapping[str, Ladder]) -> dict[str, Any]:
         return chosen[KIND].parameters

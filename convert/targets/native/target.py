@@ -26,7 +26,7 @@ from latentfold.convert.families.reading import rows_of
 from latentfold.convert.model.shape import first_context
 from latentfold.convert.model.streamed import StreamedModel
 from latentfold.convert.source.checkpoint import Checkpoint
-from latentfold.convert.targets.native import LatentfoldConfig
+from latentfold.convert.targets.native.configuration_latentfold import LatentfoldConfig
 from latentfold.convert.targets.target import Conversion, Copied, Unwritten
 
 

@@ -19,7 +19,7 @@ from latentfold.convert.families.registry import FAMILIES
 from latentfold.convert.model.shape import model_shape
 from latentfold.convert.source.config import read_config
 from latentfold.convert.source.opening import open_checkpoint
-from latentfold.convert.targets.native import LatentfoldForCausalLM
+from latentfold.convert.targets.native.modeling_latentfold import LatentfoldForCausalLM
 from latentfold.eval import EvaluationConfig, evaluate
 from tests.conftest import DEFAULT_ROPE, load, random_tokens
 from tests.families import MODELS, save_family

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,54 @@ def test_proposals_are_always_possible(kv_heads: int, head_dim: int, tmp_path: P
     assert 1 <= found.proposal.kv_rank <= found.shape.max_kv_rank
     assert found.proposal.rope_dim % 2 == 0 and found.proposal.rope_dim <= kv_heads * head_dim
     assert found.proposal.cached_share < 0.5
+
+
+HYBRIDS: dict[str, tuple[dict[str, Any], int, list[tuple[int, int | None]]]] = {
+    # config, values of a layer that caches tokens, (how many layers, tokens they hold)
+    "Qwen3-Next-80B-A3B": (
+        {"model_type": "qwen3_next", "num_hidden_layers": 48, "num_key_value_heads": 2, "head_dim": 256},
+        1024,
+        [(12, None)],
+    ),
+    "Kimi-K2.5": ({"model_type": "kimi_k25"}, 576, [(61, None)]),
+    "Llama-4-Scout": (
+        {"model_type": "llama4", "text_config": {"model_type": "llama4_text", "num_hidden_layers": 48}},
+        2048,
+        [(36, 8192), (12, None)],
+    ),
+    "LFM2-1.2B": (
+        {
+            "model_type": "lfm2",
+            "num_hidden_layers": 16,
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+        },
+        1024,
+        [(6, None)],
+    ),
+    "gpt-oss-20b": ({"model_type": "gpt_oss", "num_hidden_layers": 24}, 1024, [(12, 128), (12, None)]),
+    "Jamba": ({"model_type": "jamba"}, 2048, [(4, None)]),
+    "Gemma 3n": ({"model_type": "gemma3n"}, 1024, [(16, 512), (4, None)]),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_that_remember_otherwise(name: str, tmp_path: Path) -> None:
+    """Windows, chunks, recurrent states and shared caches are counted as what they are, nested configs too."""
+    config, values, caching = HYBRIDS[name]
+    found = inspect_model(write(tmp_path, config | {"torch_dtype": "bfloat16"}))
+    layers = [layer for layer in found.shape.layers if layer.values]
+    assert {layer.values for layer in layers} == {values}
+    assert Counter(layer.window for layer in layers) == {window: count for count, window in caching}
+    assert found.cache_bytes_per_token == 2 * values * len(layers)
+    for tokens, counted in found.cache_bytes.items():
+        held = sum(count * min(tokens, window or tokens) for count, window in caching)
+        assert counted == 2 * values * held
+    table = CliRunner().invoke(main, ["inspect", str(tmp_path)]).stdout
+    if len(layers) == found.shape.num_layers:
+        assert f"{values} values per token and layer" in table
+    else:
+        assert f"values per token: {values} in {len(layers)} of {found.shape.num_layers} layers" in table
+    assert (found.attention == "MLA") == (name == "Kimi-K2.5")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ import yaml
 from click.testing import CliRunner
 from huggingface_hub import ModelCard, constants
 
-from latentfold.convert import InputError, convert_checkpoint
+from latentfold.convert import InputError, LayerSize, convert_checkpoint
 from latentfold.convert.cli import main
+from latentfold.convert.formats import growth
+from latentfold.convert.plan.config import ConversionConfig
 from latentfold.convert.publish.card import BEGIN, END, FIGURES, convert_command, render_card, write_card
-from latentfold.convert.write.recipe import RECIPE, fingerprint
+from latentfold.convert.targets.registry import TARGETS
+from latentfold.convert.write.recipe import RECIPE, Change, Recipe, fingerprint
 from latentfold.eval.records import EVALUATION, Evaluation
 from tests import recipes
 from tests.conftest import MakeModel
@@ -133,17 +138,114 @@ def test_cards_in_other_encodings(make_model: MakeModel, tmp_path: Path, options
     assert not list(out.glob("*.tmp"))
 
 
-def test_the_command_is_the_one_that_was_run() -> None:
-    words = shlex.split(convert_command(recipe_of()))
+BIASED = {"target": "deepseek", "engine": "transformers"}
+NATIVE = {"target": "native", "engine": "transformers", "dtype": "float16"}
+
+
+def with_options(**options: Any) -> Recipe:
+    return replace(recipes.RECIPE, options=replace(recipes.RECIPE.options, **options))
+
+
+@pytest.mark.parametrize("target", [{}, BIASED, NATIVE], ids=["stock", "biased", "native"])
+def test_the_command_is_the_one_that_was_run(
+    target: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("my texts.txt", "more.jsonl"):
+        Path(name).touch()
+    found = with_options(calibration=("/home/me/my texts.txt", "more.jsonl"), device="cuda:1", **target)
+    words = shlex.split(convert_command(found))
     assert words[:2] == ["latentfold", "convert"]
-    command = main.commands["convert"]
-    found = command.make_context("convert", words[2:]).params
-    options = asdict(recipes.RECIPE.options)
-    options = {name: value for name, value in options.items() if name != "queries"}  # no option of the command
-    assert {name: found[name] for name in options} == options | {"calibration": ("my texts.txt",)}
-    assert (found["model"], found["revision"]) == ("org/Small-Model", recipes.RECIPE.source.revision)
+    parsed = main.commands["convert"].make_context("convert", words[2:]).params
+    options = asdict(found.options)
+    del options["queries"]  # no option of the command, and as it would be
+    assert {name: parsed[name] for name in options} == options | {"calibration": ("my texts.txt", "more.jsonl")}
+    assert (parsed["model"], parsed["revision"]) == ("org/Small-Model", recipes.RECIPE.source.revision)
     local = render_card(recipe_of(name="/home/me/models/small", revision=None), None, None)
     assert "latentfold convert small OUT" in local and "/home/me" not in local
+
+
+OTHER: dict[str, Any] = {
+    "kv_rank": 80,
+    "rope_dim": 16,
+    "calibration": ("other.txt",),
+    "calibration_tokens": 4096,
+    "seq_len": 1024,
+    "queries": 64,
+    "seed": 8,
+    "device": "cuda",
+    "target": "native",
+    "engine": "transformers",
+    "dtype": "float32",
+    "max_shard_size": "1GB",
+}
+"""Another value of every option that the result depends on."""
+
+
+def test_every_option_that_matters_is_in_the_command() -> None:
+    matters = {field.name for field in fields(ConversionConfig)}
+    matters -= {"output", "token", "stream", "overwrite"}  # nothing in the result depends on them
+    matters -= {"cache_values", "cache_ratio"}  # kv_rank and rope_dim by then
+    assert matters == {"source", "revision", "sizes", *OTHER}, "a new option: must the command have it?"
+    usual = convert_command(recipes.RECIPE)
+    for name, value in OTHER.items():
+        command = convert_command(with_options(**{name: value}))
+        shown = value[0] if isinstance(value, tuple) else str(value)
+        assert shown in command and command != usual, name
+    assert "cache-" not in convert_command(with_options(cache_values=128)) + usual
+    assert "other" in convert_command(recipe_of(revision="other"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((LayerSize(96, 32), None, None, LayerSize(64, 32)), {"kv_rank": None, "rope_dim": None, **NATIVE}),
+        ((LayerSize(96, 32),) * 4, {"queries": 64, "calibration": ()}),
+    ],
+    ids=["sizes that differ", "queries"],
+)
+def test_what_the_command_has_no_option_for_is_repeated_from_python(
+    sizes: tuple[LayerSize | None, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = replace(with_options(**options), sizes=sizes, layers=recipes.RECIPE.layers[:4])
+    calls: list[ConversionConfig] = []
+    monkeypatch.setattr("latentfold.convert.api.prepare", calls.append)
+    monkeypatch.setattr("latentfold.convert.api.run", lambda *_: None)
+    exec(convert_command(found), {})
+    (config,) = calls
+    assert (config.source, config.revision) == (found.source.name, found.source.revision)
+    asked = {name: getattr(config, name) for name in OTHER}
+    recorded = {name: getattr(found.options, name) for name in OTHER}
+    assert asked == recorded | {"calibration": tuple(Path(name).name for name in found.options.calibration)}
+    assert config.sizes == (None if found.size else sizes)
+    card = render_card(found, None, None)
+    assert "```python\nfrom latentfold.convert import" in card and "The call above makes" in card
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_says_how_it_is_loaded(name: str) -> None:
+    """In a text of its own, beside it; and what the card says of the class is what the registry knows of it."""
+    own = resources.files("latentfold.convert.targets").joinpath(name, "loading.md.j2").read_text(encoding="utf-8")
+    card = render_card(with_options(target=name, engine="any"), None, None)
+    assert own.splitlines()[-2 if "{%" in own else -1] in card
+    entry = TARGETS[name]
+    assert f"is a `{entry.architecture}` in bfloat16" in card
+    assert ("trust_remote_code=True" in card) is entry.remote_code
+    assert ("float16 cannot hold" in card) is ("float16" not in entry.dtypes)
+    assert re.search(r"\n\n## Load it\n\n```python\n.*\n```\n\n\S.*[^\n]\n\n## How it was made\n", card, re.DOTALL)
+
+
+def test_biases_are_warned_of() -> None:
+    assert "drop in silence" in render_card(with_options(**BIASED), None, None)
+
+
+def test_growth_is_explained() -> None:
+    grown = "28.3 M more for the output head, which the original shares with its embedding, 3.9 M more for attention"
+    assert f"(134,515,008 in the original; {grown}" in render_card(recipes.RECIPE, None, None)
+    assert growth(134_515_008, 166_700_160, 0).startswith("32.2 M more for attention")
+    assert growth(100, 90, 0) == growth(100, 100, 0) == growth(100, 99, 5) == ""
+    smaller = replace(recipes.RECIPE, parameters=Change(134515008, 130000000), untied_parameters=0)
+    assert "(134,515,008 in the original); it needs no remote code" in render_card(smaller, None, None)
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -15,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import HfApi, constants
 
-from latentfold.convert import InputError, convert_checkpoint
+from latentfold.convert import InputError, convert_checkpoint, publish_checkpoint
 from latentfold.convert.cli import main
 from latentfold.convert.files import sha256
 from latentfold.convert.publish import push as hub
@@ -395,7 +396,7 @@ def test_command(server: HubServer, out: Path) -> None:
 def test_requests_are_refused_before_files_are_hashed(
     server: HubServer, out: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("latentfold.convert.publish.files.check_files", lambda *_: pytest.fail("hashed"))
+    monkeypatch.setattr("latentfold.convert.publish.checkpoint.check_files", lambda *_: pytest.fail("hashed"))
     result = invoke("push", out, *arguments)
     assert result.exit_code == 2 and message in result.stderr and server.requests == []
 
@@ -416,11 +417,81 @@ def test_what_is_left_of_a_conversion_that_is_not_published(
     assert result.exit_code == 2 and TOKEN not in result.output
     assert result.stderr.splitlines() == [
         "Error: not today",
-        f"The conversion is complete; what is left: latentfold eval {source} {tmp_path}/new "
-        f"&& latentfold push {tmp_path}/new {REPO} --private",
+        "The conversion is complete; repeat this command to go on. What is left: "
+        f"latentfold eval {source} {tmp_path}/new && latentfold push {tmp_path}/new {REPO} --private",
     ]
     lone = invoke("convert", source, tmp_path / "other", *sizes, "--private", "--dry-run")
     assert lone.exit_code == 2 and "--private is for --push" in lone.stderr
+
+
+@pytest.mark.parametrize("size", [["--kv-rank", 8, "--rope-dim", 4], ["--cache-ratio", 0.4]], ids=["size", "ratio"])
+def test_a_conversion_that_was_not_published_is_not_made_again(
+    size: list[Any], server: HubServer, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(shutil.copytree(converted.parent / "source", tmp_path / "source"))
+    text, out = tmp_path / "text.txt", tmp_path / "new"
+    text.write_text(TEXT * 8)
+    options = ["--calibration", text, "--calibration-tokens", 256, "--seq-len", 64, "--token", TOKEN]
+    plain = ["convert", source, out, *size, *options]
+    command = [*plain, "--push", REPO]
+
+    fault = server.fail(Fault("POST", "/commit/", status=403))
+    with monkeypatch.context() as patched:
+        patched.setattr("latentfold.eval.comparison.evaluate", lambda *_, **__: interrupted("not evaluated"))
+        assert "Error: not evaluated" in invoke(*command).stderr
+    made = contents(out)
+    with monkeypatch.context() as patched:  # the conversion is there, its evaluation is not
+        patched.setattr("latentfold.convert.pipeline.run.run", lambda *_: pytest.fail("converted again"))
+        refused = invoke(*command)
+    assert refused.exit_code == 2 and "no permission" in refused.stderr and fault.hits == 1
+    assert refused.stderr.splitlines()[-1].endswith(f"What is left: latentfold push {out} {REPO}")
+    assert f"{out} holds this conversion already" in refused.stderr
+    assert {name: contents(out)[name] for name in made} == made
+    typed = json.loads((out / EVALUATION).read_text())["provenance"]["command"]
+    assert typed == "latentfold eval source new"
+
+    monkeypatch.setattr("latentfold.convert.pipeline.run.run", lambda *_: pytest.fail("converted again"))
+    monkeypatch.setattr("latentfold.eval.comparison.evaluate", lambda *_, **__: pytest.fail("evaluated again"))
+    for other in (plain, [*command, "--seed", 1], [*command, "--dtype", "float32", "--target", "native"]):
+        assert "not empty" in invoke(*other).stderr, other
+    text.write_text("Other. " + TEXT * 8)
+    assert (refused := invoke(*command)).exit_code == 2 and "not empty" in refused.stderr, "other text"
+    text.write_text(TEXT * 8)
+    (source / "model.safetensors").touch()
+    assert (refused := invoke(*command)).exit_code == 2 and "not empty" in refused.stderr, "a younger source"
+    os.utime(source / "model.safetensors", (0, 0))
+    recipe = (out / RECIPE).read_text()
+    (out / RECIPE).write_text("{}")
+    assert (refused := invoke(*command)).exit_code == 2 and "not empty" in refused.stderr, "a record of another version"
+    (out / RECIPE).write_text(recipe)
+    done = invoke(*command)
+    assert done.exit_code == 0, done.output
+    assert published(server) == contents(out) and done.stdout.splitlines()[0] == str(out)
+
+
+def interrupted(reason: str) -> None:
+    raise InputError(reason)
+
+
+def test_from_python_the_same_is_refused_and_named_as_python_has_it(server: HubServer, out: Path) -> None:
+    (out / EVALUATION).unlink()
+    for options, message in (
+        ({}, r"no evaluation\.json; run latentfold eval \(from Python: save_evaluation\), or pass allow_unevaluated"),
+        ({"create_pr": True, "tag": "x"}, "create_pr: goes to the main branch"),
+        ({"token": None}, "not logged in"),
+    ):
+        with pytest.raises(InputError, match=message) as raised:
+            publish_checkpoint(out, REPO, **{"token": TOKEN, "progress": False} | options)
+        assert "--" not in str(raised.value)
+    assert server.requests == []
+    before = contents(out)
+    planned = publish_checkpoint(str(out), REPO, allow_unevaluated=True, dry_run=True)
+    assert planned.pushed is None and "Not measured" in planned.card and contents(out) == before
+    assert planned.notice and "licence is not known" in planned.notice and server.requests == []
+    done = publish_checkpoint(out, REPO, allow_unevaluated=True, token=TOKEN, tag="v1", private=True)
+    assert done.pushed and done.pushed.changed and set(done.files) == set(published(server, "v1"))
+    assert done.card.encode() == published(server)["README.md"] and server.repo(REPO).private
+    assert not publish_checkpoint(out, REPO, allow_unevaluated=True, token=TOKEN, progress=False).pushed.changed
 
 
 def test_unevaluated_if_told_so(server: HubServer, out: Path) -> None:

@@ -51,6 +51,24 @@ def test_biases_are_exact(name: str, tmp_path: Path, options: dict[str, Any]) ->
         assert (other - expected).norm() > 1e-3 * expected.norm()
 
 
+@pytest.mark.parametrize(("eps", "tied"), [(1e-6, True), (1e-5, False)])
+def test_a_tied_head_stays_tied_where_it_can(eps: float, tied: bool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """transformers ties the class; a scaled residual stream, or another engine, needs the head apart."""
+    changes = {"num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": eps}
+    source, out = save_family(tmp_path / "source", "qwen2", **changes), tmp_path / "out"
+    options |= {"target": "deepseek", "engine": "transformers"}
+    recipe = convert_checkpoint(str(source), str(out), **FULL, **options).recipe
+    assert ("lm_head.weight" not in load_file(out / "model.safetensors")) == tied
+    assert recipe.untied_parameters == (0 if tied else 259 * 32)
+    original, converted = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (source, out)
+    )
+    tokens = random_tokens(2)
+    with torch.no_grad():
+        expected, found = original(tokens).logits, converted(tokens).logits
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+
+
 def test_reduced_size_evaluates(tmp_path: Path, text_file: Path, options: dict[str, Any]) -> None:
     source, out = save_family(tmp_path / "source", "qwen2"), tmp_path / "out"
     convert_checkpoint(str(source), str(out), kv_rank=12, rope_dim=8, engine="transformers", **options)

@@ -1,0 +1,9 @@
+"""What options may be, as plain names: to be known before torch is. The targets have a list of their own, as light."""
+
+from __future__ import annotations
+
+ENGINES = ("any", "transformers")
+"""What has to load the stock class."""
+
+DTYPES = ("bfloat16", "float32", "float16")
+"""What models are computed and stored in."""
