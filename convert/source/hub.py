@@ -99,9 +99,9 @@ def fetch(
     from huggingface_hub.file_download import repo_folder_name
     from huggingface_hub.utils import filter_repo_objects
 
-    cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
-    before = {path.resolve() for path in (local_dir or cache).rglob("*") if path.is_file()}
     with hub_errors(name, revision):
+        place = local_dir or Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+        before = {path.resolve() for path in place.rglob("*") if path.is_file()}
         folder = Path(
             snapshot_download(name, revision=revision, token=token, allow_patterns=patterns, local_dir=local_dir)
         )
