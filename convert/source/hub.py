@@ -77,7 +77,7 @@ def with_headers(checkpoint: Checkpoint, token: str | None = None) -> Checkpoint
     except SafetensorsParsingError as error:
         raise InputError(f"{checkpoint.name}: a safetensors file on the Hub is damaged ({error})") from error
     headers = {
-        name: TensorHeader(file, tuple(info.shape), info.dtype)
+        name: TensorHeader(file, tuple(info.shape), info.dtype, info.data_offsets[0])
         for file, metadata in found.files_metadata.items()
         for name, info in metadata.tensors.items()
     }

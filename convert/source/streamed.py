@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,19 +32,17 @@ class StreamedCheckpoint(Checkpoint):
     Attributes:
         token: Hub token.
         here: the shards on disk.
-        needed: tensors to be checked when their shard comes.
     """
 
     token: str | None = None
     here: set[str] = field(default_factory=set)
-    needed: Collection[str] = ()
     _folder: TemporaryDirectory | None = None
 
     def path(self, name: str) -> Path:
         """Where a tensor's shard lies, fetched if it is not there; the one that is wanted last makes room.
 
         Raises:
-            InputError: the Hub does not give it, or it holds infinite or undefined values.
+            InputError: the Hub does not give it.
         """
         if self._folder is None:
             from huggingface_hub import constants
@@ -63,7 +60,6 @@ class StreamedCheckpoint(Checkpoint):
         assert self.revision is not None
         fetch(self.name, [file], self.revision, self.token, local_dir=folder)
         self.here.add(file)
-        super().check_values([name for name in self.needed if self.headers[name].file == file])
         return folder / file
 
     @cached_property
@@ -85,10 +81,6 @@ class StreamedCheckpoint(Checkpoint):
             return 0
         layers = [layer for layer in self._files if layer is not None]
         return min((layer - now) % (max(layers) + 1) for layer in layers if file in self._files[layer])
-
-    def check_values(self, names: Collection[str]) -> None:
-        """Nothing yet: every shard is checked when it comes."""
-        self.needed = names
 
     def stamps(self) -> dict[str, list[int]]:
         """Nothing: the commit says which files these are."""
