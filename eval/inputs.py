@@ -106,6 +106,7 @@ def prepare(original: str, converted: str, config: EvaluationConfig) -> Comparis
     for checkpoint, own in zip((a, b), configs, strict=True):
         models.append(StreamedModel(checkpoint, own, compute, device))
         models[-1].check_headers(checkpoint.headers)
+        models[-1].check_copies()
     if recipe:
         check_original(a.name, b.name, models, recipe)
     return Comparison(Side(a, models[0]), Side(b, models[1]), recipe, documents, windows, length, longest, skip)

@@ -17,6 +17,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from latentfold.convert.model.streamed import StreamedModel
+from latentfold.convert.source.config import read_config
+from latentfold.convert.source.opening import open_checkpoint
+
 TEXT = """The keys of a model are cached with its values, one pair a head, one row a token. A reader who asks how
 much of that is needed will find that most rows lie close to a plane. "Then why keep them all?" she said. Nobody knew.
 def read(rows): return [row for row in rows if row.kept]  # 12 of 345
@@ -120,6 +124,13 @@ def options(text_file: Path) -> dict[str, Any]:
 def load(folder: Path, **options: Any) -> Any:
     """Load a checkpoint with plain transformers."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+
+
+def streamed(folder: Path) -> StreamedModel:
+    """A checkpoint to be run layer by layer."""
+    checkpoint = open_checkpoint(folder)
+    checkpoint.read_headers()
+    return StreamedModel(checkpoint, read_config(checkpoint), torch.float32, torch.device("cpu"))
 
 
 def random_tokens(rows: int = 2, length: int = 24, seed: int = 1) -> torch.Tensor:

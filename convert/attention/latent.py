@@ -1,4 +1,14 @@
-"""A layer factorized to MLA, and what it computes."""
+"""A layer factorized to MLA, and what it computes.
+
+Shape legend
+    T  tokens    M  query positions    D  hidden size    H  query heads    d  head size    S  rotating keys
+    r  kv_lora_rank    X  what the projections read: x (D), or [x; 1] where they have biases (D + 1)
+    Z  what the latent's map reads: X, or keys and values where a norm stands between x and the keys (2 G d)
+
+With the latent c = A z, rotating keys u_s and frequencies v_s, at distance t
+
+    score_h = scale * (q_h . B^K_h c + sum_s Re(q^rope_h,s conj(u_s) e^{i v_s t})),    value_h = B^V_h c
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Linear algebra on second moments, which are often singular: few tokens, dependent heads, empty slots.
 
+Shape legend
+    E  space of the moments    e  its rank    P  pools of heads    H  query heads    m, n  rows and columns of any map
+
 Everything goes through `eigh` in float64 (or complex128). Cholesky fails on singular moments, and the batched LU of
 some CPU builds of torch 2.13 (MKL) returns invalid pivots for matrices of a few hundred rows.
 """

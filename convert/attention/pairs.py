@@ -1,4 +1,8 @@
-"""Rotary pairs as complex numbers."""
+"""Rotary pairs as complex numbers: pair j of a head is k[j] + i k[j+n], turned by e^{i w_j} a token.
+
+Shape legend
+    G  KV heads    d  head size    n  d/2, pairs of a head    I  G n    E  any space    F  frequencies    T  distances
+"""
 
 from __future__ import annotations
 

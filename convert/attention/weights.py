@@ -1,4 +1,10 @@
-"""A layer's attention head by head, whatever its family calls it."""
+"""A layer's attention head by head, whatever its family calls it.
+
+Shape legend
+    T  tokens    M  query positions    D  hidden size    H  query heads    G  KV heads    d  head size
+    X  what the projections read: x (D), or [x; 1] where they have biases (D + 1, the bias last)
+    Z  what the latent's map reads: X, or keys and values where a norm stands between x and the keys (2 G d)
+"""
 
 from __future__ import annotations
 

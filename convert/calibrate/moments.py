@@ -1,4 +1,9 @@
-"""Statistics, accumulated window by window."""
+"""Statistics, accumulated window by window.
+
+Shape legend
+    T  tokens of a window    M  sampled query positions    D  hidden size    H  query heads    G  KV heads
+    d  head size    n  d/2, rotary pairs    E  moment space: [k_1..k_G; v_1..v_G] (2 G d) or x (D)    P  pools of heads
+"""
 
 from __future__ import annotations
 

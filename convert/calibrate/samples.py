@@ -1,4 +1,8 @@
-"""The original's attention on a sequence, to be reproduced."""
+"""The original's attention on a sequence, to be reproduced.
+
+Shape legend
+    T  tokens of a sequence    M  sampled query positions    D  hidden size
+"""
 
 from __future__ import annotations
 

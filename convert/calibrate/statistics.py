@@ -1,4 +1,9 @@
-"""What calibration hands to factorization."""
+"""What calibration hands to factorization.
+
+Shape legend
+    T  distances    H  query heads    G  KV heads    d  head size    n  d/2, rotary pairs    I  G n, pairs of all heads
+    E  moment space    P  pools of heads    Z  what the latent's map reads
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The method, on one layer: from what was learned of it to latent attention."""
+"""The method, on one layer: from what was learned of it to latent attention.
+
+Shape legend
+    S  rotating keys (2S = rope_dim)
+"""
 
 from __future__ import annotations
 

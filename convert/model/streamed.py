@@ -26,10 +26,14 @@ from transformers.core_model_loading import (
 
 from latentfold.convert.errors import InputError
 from latentfold.convert.model.heads import ATTENTION
+from latentfold.convert.model.wrapped import check_names, unwrapped
 
 
-class HasShape(Protocol):
+class Header(Protocol):
     """What is known of a tensor before it is read."""
+
+    @property
+    def file(self) -> str: ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -72,12 +76,17 @@ class StreamedModel:
         dtype: compute dtype.
         device: compute device.
 
+    Raises:
+        InputError: the checkpoint's names are not the model's own.
+
     Attributes:
         decoder: the module that holds the layers.
         layers_name: the layers' name within the model, such as `model.layers`.
-        tied: tensors that are stored under another's name, and that name.
+        tied: tensors that are another one, and that one's name.
         stored: each tensor's name, or the names of its parts (a mixture's experts), in a checkpoint.
-        shapes: name and shape of every tensor that a checkpoint of this model holds.
+        shapes: name and shape of every tensor that a checkpoint of this model holds. Of tied tensors it needs one,
+            under whichever name it has it.
+        copies: names under which it may hold one of them again, and that one's name.
     """
 
     def __init__(
@@ -101,19 +110,33 @@ class StreamedModel:
         self._prefix = self._missing_prefix()
         self.stored: dict[str, list[str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.copies: dict[str, str] = {}
         for name, tensor in self.model.state_dict().items():
-            if name not in self.tied:
-                found = revert_weight_conversion(self.model, {name: tensor}) if reverted else {name: tensor}
-                parts = {part.removeprefix(self._prefix): tuple(t.shape) for part, t in found.items()}
-                self.stored[name] = list(parts)
-                self.shapes |= parts
+            if name in self.tied:
+                continue
+            names = [name, *(twin for twin, own in self.tied.items() if own == name)]
+            forms = [self._in_checkpoint(each, tensor) for each in names]
+            found = next((form for form in forms if form.keys() <= self.checkpoint.headers.keys()), forms[0])
+            self.stored[name] = list(found)
+            self.shapes |= found
+            for form in forms:
+                if form is not found:
+                    self.copies |= zip(form, found, strict=True)
+        check_names(self.checkpoint.headers.keys(), self.shapes.keys())
         self._fill_buffers()
+
+    def _in_checkpoint(self, name: str, tensor: Tensor) -> dict[str, tuple[int, ...]]:
+        """Name and shape of a tensor, or of its parts, as a checkpoint holds them."""
+        found = {name: tensor}
+        if self.model._weight_conversions:
+            found = revert_weight_conversion(self.model, found)
+        return {part.removeprefix(self._prefix): tuple(t.shape) for part, t in found.items()}
 
     def _missing_prefix(self) -> str:
         """What the checkpoint's names lack where it was written from the decoder alone, without a head (GPT-2)."""
         prefix = self.model.base_model_prefix + "."
-        names = self.checkpoint.headers
-        return prefix if names and not any(name.startswith(prefix) for name in names) else ""
+        names = [unwrapped(name) for name in self.checkpoint.headers]
+        return prefix if names and not any(f".{prefix}" in f".{name}" for name in names) else ""
 
     def _fill_buffers(self) -> None:
         """What no checkpoint holds (rotary frequencies, embedding scales) is computed, as from_pretrained does."""
@@ -135,13 +158,26 @@ class StreamedModel:
         return next(name for name, found in self.model.named_modules() if found is module) + ".weight"
 
     def rotation(self, index: int) -> tuple[Tensor, float]:
-        """A layer's inverse frequencies (n,) in float64, any scaling included, and its factor on cos and sin."""
-        rotary = getattr(self.decoder, "rotary_emb", None)
-        if rotary is None:
+        """A layer's inverse frequencies (n,) in float64, any scaling included, and its factor on cos and sin.
+
+        None (n = 0) in a model that does not rotate, and for a layer of a type that does not, where types differ.
+
+        Raises:
+            InputError: frequencies go by the layer's type, and the config does not say which layer is of which.
+        """
+        rotary, kind = getattr(self.decoder, "rotary_emb", None), ""
+        if rotary is not None and not hasattr(rotary, "inv_freq"):
+            types = getattr(self.config.get_text_config(), "layer_types", None) or ()
+            if len(types) != self.num_layers:
+                raise InputError(
+                    f"model type {self.config.model_type!r}: rotates layers by their type; expected layer_types of "
+                    f"{self.num_layers} layers in config.json, found {len(types)}"
+                )
+            kind = f"{types[index]}_"
+        frequencies = getattr(rotary, f"{kind}inv_freq", None)
+        if frequencies is None:
             return torch.zeros(0, dtype=torch.float64), 1.0
-        kind = "" if hasattr(rotary, "inv_freq") else f"{self.config.layer_types[index]}_"
-        frequencies = getattr(rotary, f"{kind}inv_freq").to("cpu", torch.float64)
-        return frequencies, float(getattr(rotary, f"{kind}attention_scaling"))
+        return frequencies.to("cpu", torch.float64), float(getattr(rotary, f"{kind}attention_scaling"))
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the model from the checkpoint's, as from_pretrained puts it together."""
@@ -158,16 +194,51 @@ class StreamedModel:
         found = converter.convert(name, model=self.model, config=self.config)[name]
         return found[0] if isinstance(found, list) else found
 
-    def check_headers(self, headers: Mapping[str, HasShape]) -> None:
+    def check_headers(self, headers: Mapping[str, Header]) -> None:
         """Compare the tensors that will be read with the files' headers, before the first is.
 
         Raises:
-            InputError: one is missing or has another shape.
+            InputError: naming one that is missing or has another shape, and its file.
         """
         for name, size in self.shapes.items():
-            found = list(headers[name].shape) if name in headers else "nothing"
-            if found != list(size):
-                raise InputError(f"tensor {name}: expected shape {list(size)}, as config.json says, found {found}")
+            if name not in headers:
+                found_in = f"{len(headers)} tensors in {len({header.file for header in headers.values()})} files"
+                raise InputError(f"tensor {name}: expected shape {list(size)}, found nothing ({found_in})")
+            found = headers[name].shape
+            if found != size:
+                raise InputError(
+                    f"tensor {name} in {headers[name].file}: expected shape {list(size)}, as config.json says, "
+                    f"found {list(found)}{self._other_vocabulary(name, headers)}"
+                )
+
+    def _other_vocabulary(self, name: str, headers: Mapping[str, Header]) -> str:
+        """How to mend a shape, where all that differs is how many tokens there are."""
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        modules = [prefix + "." for prefix, module in self.model.named_modules() if module in ends]
+        names = [self.stored[prefix + "weight"][0] for prefix in modules if prefix + "weight" in self.stored]
+        found = {headers[each].shape for each in names if each in headers}
+        if name not in names or {shape[1:] for shape in found} != {self.shapes[name][1:]}:
+            return ""
+        rows = sorted(shape[0] for shape in found)
+        if len(rows) > 1:
+            return f"; the embedding and the output head have {rows[0]} and {rows[1]} rows, expected as many"
+        return f"; if that is its vocabulary, set vocab_size to {rows[0]} in config.json"
+
+    def check_copies(self) -> None:
+        """Compare tied tensors that the checkpoint holds twice: transformers would load two that differ as two.
+
+        Raises:
+            InputError: they differ.
+        """
+        headers = self.checkpoint.headers
+        for copy_, own in self.copies.items():
+            if copy_ in headers and own in headers:
+                one, other = self.checkpoint.tensor(copy_), self.checkpoint.tensor(own)
+                if one.shape != other.shape or bool((one != other).any()):
+                    raise InputError(
+                        f"tensors {own} and {copy_}: one and the same, as config.json says, but two that differ in the "
+                        "files; set tie_word_embeddings to false in config.json"
+                    )
 
     def _load(self, module: nn.Module, prefix: str) -> None:
         names = {name: self.tied.get(prefix + name, prefix + name) for name in module.state_dict()}

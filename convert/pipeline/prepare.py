@@ -81,6 +81,7 @@ def prepare(config: ConversionConfig) -> Job:
     plan = _with_weights(plan, checkpoint)
     for copied in plan.target.outer().values():
         plan.checkpoint.tensor(copied.source)  # whatever is damaged: the layers' tensors are all read by pass 1
+    plan.target.model.check_copies()
     return Job(plan, tokenizer, windows)
 
 

@@ -15,22 +15,13 @@ def check_tensors(checkpoint: Checkpoint, family: Family, target: Conversion) ->
         InputError: naming the tensor, its file, what was expected and what was found.
     """
     expected = target.expected
-    for name, size in expected.items():
-        header = checkpoint.headers.get(name)
-        if header is None:
-            raise InputError(
-                f"tensor {name}: expected shape {list(size)}, found nothing in {checkpoint.name} "
-                f"({len(checkpoint.headers)} tensors in {len({h.file for h in checkpoint.headers.values()})} files)"
-            )
-        if header.shape != size:
-            raise InputError(
-                f"tensor {name} in {header.file}: expected shape {list(size)}, as config.json says, "
-                f"found {list(header.shape)}"
-            )
+    target.model.check_headers(checkpoint.headers)
+    for name in expected:
+        header = checkpoint.headers[name]
         if header.dtype not in ("F16", "BF16", "F32", "F64"):
             raise InputError(f"tensor {name} in {header.file}: expected F16, BF16 or F32, found {header.dtype}")
     for name, header in checkpoint.headers.items():
-        if name not in expected and name not in target.tied and not name.endswith(family.ignored):
+        if name not in expected and name not in target.model.copies and not name.endswith(family.ignored):
             raise InputError(
                 f"tensor {name} in {header.file}: a {family.model_type} checkpoint has no such tensor, and leaving it "
                 "out would change the model"

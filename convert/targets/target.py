@@ -103,7 +103,7 @@ class Conversion(ABC):
 
     @property
     def tied(self) -> frozenset[str]:
-        """Names the source may hold besides, as a second copy of another tensor."""
+        """Names of tensors that in the source are another one."""
         return frozenset(self.model.tied)
 
     @property

@@ -1,4 +1,8 @@
-"""Frequencies that the stock class can have."""
+"""Frequencies that the stock class can have: geometric ladders, bent by yarn where the source is bent.
+
+Shape legend
+    S  slots (2S = qk_rope_head_dim)    n  rotary pairs of a head of the source
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A factorized layer as the stock class's tensors."""
+"""A factorized layer as the stock class's tensors.
+
+Shape legend
+    D  hidden size    H  query heads    d  head size    S  rotating keys    r  kv_lora_rank
+    X  what queries and keys are maps of: D, or D + 1 with biases
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The class's mandatory norms, made neutral."""
+"""The class's mandatory norms, made neutral.
+
+Shape legend
+    D  hidden size    r  kv_lora_rank
+"""
 
 from __future__ import annotations
 

@@ -98,26 +98,30 @@ class PortableTarget(Conversion):
     def outer(self) -> dict[str, Copied]:
         embedding = "model.embed_tokens.weight"
         names = (embedding, "model.norm.weight", *(() if self._tied else ("lm_head.weight",)))
-        return {name: Copied(self.model.tied.get(name, name), to_residual=name == embedding) for name in names}
+        return {name: self._own(name, to_residual=name == embedding) for name in names}
+
+    def _own(self, name: str, **how: Any) -> Copied:
+        """A tensor of the source, whatever its files call it."""
+        return Copied(self.model.stored[self.model.tied.get(name, name)][0], **how)
 
     def copied(self, layer: int) -> dict[str, Copied]:
         prefix = f"model.layers.{layer}."
         gate_up = self.family.gate_up
         return {
-            prefix + "input_layernorm.weight": Copied(prefix + "input_layernorm.weight"),
-            prefix + "post_attention_layernorm.weight": Copied(prefix + "post_attention_layernorm.weight"),
-            prefix + "mlp.down_proj.weight": Copied(prefix + "mlp.down_proj.weight", to_residual=True),
+            prefix + "input_layernorm.weight": self._own(prefix + "input_layernorm.weight"),
+            prefix + "post_attention_layernorm.weight": self._own(prefix + "post_attention_layernorm.weight"),
+            prefix + "mlp.down_proj.weight": self._own(prefix + "mlp.down_proj.weight", to_residual=True),
         } | {
-            f"{prefix}mlp.{name}.weight": Copied(f"{prefix}{gate_up}.weight", part=(k, 2))
+            f"{prefix}mlp.{name}.weight": self._own(f"{prefix}{gate_up}.weight", part=(k, 2))
             if gate_up
-            else Copied(f"{prefix}mlp.{name}.weight")
+            else self._own(f"{prefix}mlp.{name}.weight")
             for k, name in enumerate(("gate_proj", "up_proj"))
         }
 
     def attention(
         self, layer: int, converted: LatentAttention, ladder: Ladder, checkpoint: Checkpoint
     ) -> dict[str, Tensor]:
-        gain = checkpoint.tensor(f"model.layers.{layer}.input_layernorm.weight").to(converted.latent)
+        gain = checkpoint.tensor(self._own(f"model.layers.{layer}.input_layernorm.weight").source).to(converted.latent)
         tensors = attention_tensors(converted, ladder, gain, self.residual, self.dtype)
         return {f"model.layers.{layer}.self_attn.{name}": tensor for name, tensor in tensors.items()}
 
