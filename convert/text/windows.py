@@ -17,6 +17,8 @@ from latentfold.convert.text.documents import Document
 DEFAULT_WINDOW = 4096
 """Tokens of a window, where a model takes as many."""
 
+SHORTEST_WINDOW = 16
+
 CHARACTERS = 6
 """Of a text for each token wanted, to begin with; prose takes 3 to 5."""
 
@@ -99,37 +101,37 @@ def make_windows(
     purpose: str,
     vocab_size: int,
     skip: int = 0,
+    shorter: bool = False,
 ) -> Windows:
     """Up to `count` windows of `length` tokens, taken from the documents in turn so that each is represented.
 
     Each window starts with the tokenizer's own leading tokens, as text does in use; `skip` tokens of each text are
-    passed over first.
+    passed over first. Where no document fills a window and it may be `shorter`, all tokens of the longest one make one.
 
     Raises:
-        InputError: the documents together do not fill one window, or a token is none of the model's.
+        InputError: no document fills a window, or one of `SHORTEST_WINDOW` tokens; or a token is none of the model's.
     """
     lead = leading_tokens(tokenizer)
     body = length - len(lead)
     streams = [LeadingTokens(tokenizer, document.text) for document in documents]
     share = -(-count // len(documents))
-    chunks: list[Tensor] = []
-    used: list[str] = []
-    for position in range(count):
-        wanted = skip + max(position + 1, share) * body
-        found = [stream.first(wanted)[skip + position * body :][:body] for stream in streams]
-        whole = [len(chunk) == body for chunk in found]
-        if position == 0:
-            longest = max(len(chunk) for chunk in found)
-            used = [document.name for document, full in zip(documents, whole, strict=True) if full]
-        chunks += [chunk for chunk, full in zip(found, whole, strict=True) if full]
-        if len(chunks) >= count or not any(whole):
-            break
-    if not chunks:
+    longest = max(0, max(len(stream.first(skip + share * body)) for stream in streams) - skip)
+    if shorter:
+        body = min(body, max(longest, SHORTEST_WINDOW - len(lead)))
+    if longest < body:
         skipped = f" after the {skip} skipped" if skip else ""
         raise InputError(
             f"{purpose} text is too short: expected at least {body} tokens in one file, found {longest}{skipped}; "
-            "give more text or a smaller seq_len"
+            f"give more text{'' if shorter else ' or a smaller seq_len'}"
         )
+    chunks: list[Tensor] = []
+    for position in range(count):
+        wanted = skip + max(position + 1, share) * body
+        found = [stream.first(wanted)[skip + position * body :][:body] for stream in streams]
+        whole = [chunk for chunk in found if len(chunk) == body]
+        chunks += whole
+        if len(chunks) >= count or not whole:
+            break
     tokens = torch.stack([torch.cat([torch.tensor(lead, dtype=torch.long), chunk]) for chunk in chunks[:count]])
     largest = int(tokens.max())
     if largest >= vocab_size:
@@ -137,4 +139,5 @@ def make_windows(
             f"{purpose} text: the tokenizer gives token {largest}, the model has {vocab_size}; "
             "expected the model's own tokenizer"
         )
-    return Windows(tokens, tuple(used), hashlib.sha256(tokens.numpy().tobytes()).hexdigest())
+    used = tuple(d.name for d, s in zip(documents, streams, strict=True) if len(s.first(skip + body)) == skip + body)
+    return Windows(tokens, used, hashlib.sha256(tokens.numpy().tobytes()).hexdigest())

@@ -187,3 +187,27 @@ def test_too_short_a_text_is_refused_with_what_was_found(tokenizer: Any) -> None
         make_windows([Document("a", "b"), Document("b", text)], tokenizer, **options)
     with pytest.raises(InputError, match=f"found {found - 5} after the 5 skipped"):
         make_windows([Document("b", text)], tokenizer, **options, skip=5)
+
+
+@pytest.mark.parametrize("skip", [0, 5])
+def test_a_short_text_makes_one_shorter_window_where_that_is_allowed(tokenizer: Any, skip: int) -> None:
+    """Of all its tokens; a text that fills a window makes whole ones alone."""
+    options: dict[str, Any] = {"count": 4, "purpose": "test", "vocab_size": 1 << 20, "skip": skip, "shorter": True}
+    lead = torch.tensor(leading_tokens(tokenizer), dtype=torch.long)
+    rest = tokenize(tokenizer, TEXT)[skip:]
+    short = make_windows([Document("a", "b"), Document("b", TEXT)], tokenizer, length=4096, **options)
+    assert torch.equal(short.tokens, torch.cat([lead, rest])[None]) and short.sources == ("b",)
+    assert short.sha256 == hashlib.sha256(short.tokens.numpy().tobytes()).hexdigest()
+    length = len(lead) + len(rest) - 1
+    whole = make_windows([Document("b", TEXT)], tokenizer, length=length, **options)
+    assert torch.equal(whole.tokens, torch.cat([lead, rest[:-1]])[None])
+
+
+def test_a_window_holds_16_tokens_at_least(tokenizer: Any) -> None:
+    body = 16 - len(leading_tokens(tokenizer))
+    text = next(TEXT[:end] for end in range(200) if len(tokenize(tokenizer, TEXT[:end])) == body)
+    options: dict[str, Any] = {"length": 400, "count": 4, "purpose": "test", "vocab_size": 1 << 20, "shorter": True}
+    assert make_windows([Document("a", text)], tokenizer, **options).tokens.shape == (1, 16)
+    message = rf"expected at least {body} tokens in one file, found {body - 1} after the 1 skipped; give more text$"
+    with pytest.raises(InputError, match=message):
+        make_windows([Document("a", text)], tokenizer, **options, skip=1)
