@@ -8,6 +8,10 @@ from latentfold.convert.attention.sizes import LayerSize, Sizes
 from latentfold.convert.calibrate.layer import CalibratedLayer, calibrate
 from latentfold.convert.errors import InputError
 from latentfold.convert.families.reading import layer_attention
+from latentfold.convert.heal.config import HealingConfig
+from latentfold.convert.heal.run import HealingResult
+from latentfold.convert.heal.run import prepare as prepare_healing
+from latentfold.convert.heal.run import run as run_healing
 from latentfold.convert.model.walk import Walk
 from latentfold.convert.pipeline.estimate import SizeEstimate, survey, usual_sizes
 from latentfold.convert.pipeline.prepare import plan_only, prepare
@@ -246,3 +250,72 @@ def convert_checkpoint(
         overwrite=overwrite,
     )
     return run(prepare(config), shown(progress))
+
+
+def heal_checkpoint(
+    converted: str,
+    output: str,
+    *,
+    teacher: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    minutes: float | None = None,
+    steps: int | None = None,
+    tokens: int | None = None,
+    text: Sequence[str] = (),
+    seq_len: int = 1024,
+    batch_tokens: int = 1024,
+    train: str = "all",
+    rate: float | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+    overwrite: bool = False,
+    progress: bool | Progress = True,
+) -> HealingResult:
+    """Train a conversion on its original's predictions, and keep it as it was at its best on text held out.
+
+    Args:
+        converted: folder of a conversion, healed before or not.
+        output: folder to write: the same class, dtype and files.
+        teacher, revision, token: the original, where the record's own name does not lead to it.
+        minutes, steps, tokens: how long to train, in one of these; by default ten minutes.
+        text: text or jsonl files; empty: the bundled calibration text. Never text that it will be evaluated on.
+        seq_len, batch_tokens: tokens of a window and of a step.
+        train: "attention" alone, attention and "norms", or "all" tensors of the layers.
+        rate: step of the optimizer relative to each tensor's size; None: chosen by how much there is to heal.
+        seed: of the order of the text.
+        device: torch device, or "auto".
+        dtype: of products: "float32", "bfloat16", or "auto", the faster one here; weights are kept in float32.
+        overwrite: replace what `output` holds, once the new checkpoint is complete.
+        progress: show a bar, or tell a function of your own.
+
+    Returns:
+        The path and the recipe; `recipe.healing[-1]` has the curve.
+
+    Raises:
+        InputError: anything about the input that stands in the way; also losses that are not finite.
+
+    Example:
+        >>> heal_checkpoint("smollm2-mla", "smollm2-mla-healed", minutes=10).recipe.healing[-1].curve
+    """
+    config = HealingConfig(
+        converted=converted,
+        output=output,
+        teacher=teacher,
+        revision=revision,
+        token=token,
+        minutes=minutes,
+        steps=steps,
+        tokens=tokens,
+        text=tuple(text),
+        seq_len=seq_len,
+        batch_tokens=batch_tokens,
+        train=train,
+        rate=rate,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        overwrite=overwrite,
+    )
+    return run_healing(prepare_healing(config), shown(progress))

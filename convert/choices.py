@@ -7,3 +7,6 @@ ENGINES = ("any", "transformers")
 
 DTYPES = ("bfloat16", "float32", "float16")
 """What models are computed and stored in."""
+
+TRAINED = ("attention", "norms", "all")
+"""Which tensors of the layers healing trains."""

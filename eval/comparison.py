@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def evaluate(
     *,
     progress: bool | Progress = True,
     command: str | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Evaluation:
     """Measure what a conversion cost.
 
@@ -52,6 +54,7 @@ def evaluate(
         config: what to measure, and on what.
         progress: show bars, or tell a function of your own.
         command: the command line to record, if any.
+        notify: hears, before the first layer runs, what the user should know: of texts shorter than a window.
 
     Raises:
         InputError: a model or text is missing, too short or given twice, the two models do not share a vocabulary,
@@ -63,6 +66,9 @@ def evaluate(
     """
     config = config or EvaluationConfig()
     job = prepare(original, converted, config)
+    if notify:
+        for notice in job.notices:
+            notify(notice)
     tell = shown(progress)
     a, b = job.original, job.converted
     scores, layers = sweep(a.model, b.model, [w.tokens for w in job.windows], job.recipe, tell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ EMBEDDING_TOLERANCE = 0.02
 
 NOVEL = "Persuasion (1817), bundled"
 
+LONG_PARAGRAPH = 120
+"""Characters from which on a paragraph is hardly in two books."""
 NOVEL_FRONT_MATTER = 1000
 """Tokens of the bundled novel that are passed over: title, contents, first page."""
 
@@ -58,6 +61,7 @@ class Comparison:
         documents, windows: each text and its windows.
         length: tokens of a window.  longest: tokens that both models take.
         skip: tokens passed over at the start of each text.
+        notices: what the user should know beforehand, a sentence each.
     """
 
     original: Side
@@ -68,6 +72,7 @@ class Comparison:
     length: int
     longest: int
     skip: int
+    notices: tuple[str, ...]
 
 
 def prepare(original: str, converted: str, config: EvaluationConfig) -> Comparison:
@@ -109,13 +114,46 @@ def prepare(original: str, converted: str, config: EvaluationConfig) -> Comparis
         models[-1].check_copies()
     if recipe:
         check_original(a.name, b.name, models, recipe)
-    return Comparison(Side(a, models[0]), Side(b, models[1]), recipe, documents, windows, length, longest, skip)
+    return Comparison(
+        Side(a, models[0]),
+        Side(b, models[1]),
+        recipe,
+        documents,
+        windows,
+        length,
+        longest,
+        skip,
+        notices=tuple(
+            f"{document.name}: holds less than a window of {length:,} tokens; "
+            f"its {found.tokens.shape[1]:,} make a shorter one, and say nothing of longer contexts"
+            for document, found in zip(documents, windows, strict=True)
+            if found.tokens.shape[1] < length
+        ),
+    )
 
 
 def bundled_novel() -> Document:
     """The evaluation text that ships with the package."""
     path = resources.files("latentfold.eval") / "data" / "persuasion.txt"
     return Document(NOVEL, path.read_text(encoding="utf-8"))
+
+
+def refuse_evaluation_text(documents: Sequence[Document]) -> None:
+    """Refuse to train on the bundled novel: nothing could be measured with it afterwards.
+
+    Raises:
+        InputError: a text holds a paragraph of it.
+    """
+    ours = _paragraphs(bundled_novel())
+    for document in documents:
+        if _paragraphs(document) & ours:
+            raise InputError(f"text {document.name}: holds text of the evaluation novel ({NOVEL}); expected any other")
+
+
+def _paragraphs(document: Document) -> set[str]:
+    """Hashes of the longer paragraphs."""
+    parts = (" ".join(part.split()) for part in document.text.split("\n\n"))
+    return {hashlib.sha256(part.encode(errors="replace")).hexdigest() for part in parts if len(part) >= LONG_PARAGRAPH}
 
 
 def with_weights(checkpoint: Checkpoint, token: str | None, stream: bool = False) -> Checkpoint:
@@ -129,7 +167,7 @@ def with_weights(checkpoint: Checkpoint, token: str | None, stream: bool = False
 def text_windows(
     a: Checkpoint, b: Checkpoint, documents: Sequence[Document], length: int, count: int, skip: int
 ) -> list[Windows]:
-    """Up to `count` windows of each document."""
+    """Up to `count` windows of each document; one that does not fill a window makes a shorter one."""
     sizes = [model_shape(read_config(checkpoint)).vocab_size for checkpoint in (a, b)]
     if sizes[0] != sizes[1]:
         raise InputError(f"{a.name} has {sizes[0]} tokens, {b.name} {sizes[1]}; expected models with one vocabulary")
@@ -148,6 +186,7 @@ def text_windows(
             purpose=f"{document.name}: evaluation",
             vocab_size=sizes[0],
             skip=skip,
+            shorter=True,
         )
         for document in documents
     ]

@@ -20,6 +20,7 @@ FLOORS = (
     ("convert.targets", "convert.write"),
     ("convert.plan", "convert.verify", "eval"),
     ("convert.pipeline", "convert.publish"),
+    ("convert.heal",),
     ("convert.api",),
     ("convert.cli", "convert"),
 )

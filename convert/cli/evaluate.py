@@ -148,7 +148,8 @@ def evaluate(
     options["speed"] |= full
     config = EvaluationConfig(**options)
     typed = command_line(context.command, context.params, public=True)
-    found = compare(original, converted, config, progress=not quiet, command=typed)
+    notify = None if quiet else lambda notice: click.echo(f"Note: {notice}", err=True)
+    found = compare(original, converted, config, progress=not quiet, command=typed, notify=notify)
     if not no_save:
         save_evaluation(found, folder)
     data = json.dumps(found.to_dict(), indent=2)

@@ -17,7 +17,11 @@ LADDER_TOKENS = 8192
 """A few windows are enough to rank ladders."""
 
 
-def score_ladders(job: Job, progress: Progress) -> dict[str, list[tuple[Ladder, float]]]:
+Scored = dict[str, list[tuple[Ladder, float]]]
+"""Ladders of each kind of layer with their expected error, the best first."""
+
+
+def score_ladders(job: Job, progress: Progress) -> Scored:
     """Expected relative error of the attention output from rotation for each candidate ladder of each kind of layer.
 
     Of a kind's layers it is the sum, divided by the number of all layers that are converted. The best comes first.

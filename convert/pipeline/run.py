@@ -14,7 +14,7 @@ from pathlib import Path
 
 from latentfold.convert.attention.sizes import LayerSize
 from latentfold.convert.pipeline.estimate import SizeEstimate, survey
-from latentfold.convert.pipeline.ladders import score_ladders
+from latentfold.convert.pipeline.ladders import Scored, score_ladders
 from latentfold.convert.pipeline.layers import copies, write_layers
 from latentfold.convert.pipeline.prepare import Job
 from latentfold.convert.pipeline.record import beginnings, recipe
@@ -45,8 +45,8 @@ def run(job: Job, progress: Progress) -> ConversionResult:
     """Do the work of a prepared conversion; continues an interrupted run of the same recipe.
 
     Raises:
-        InputError: another run holds the output, there is no room for it, or it holds an interrupted run of other
-            options.
+        InputError: another run holds the output, there is no room for it, it holds an interrupted run of other
+            options, or a tensor of the source holds infinite or undefined values.
         RuntimeError: attention computes something else than its family's description says, or the written checkpoint
             does not give the logits of the tensors it was written from; nothing is left looking finished.
     """
@@ -61,6 +61,8 @@ def _run(job: Job, out: Path, progress: Progress) -> ConversionResult:
     job, estimates = _sized(job, progress)
     start = beginnings(job.plan, job.windows)
     key = asdict(start) | {"source_files": job.plan.checkpoint.stamps()}
+    # whichever runs first, survey or pass 1, has read every tensor once before anything is written
+    scored = None if estimates or CheckpointWriter.is_interrupted(out) else score_ladders(job, progress)
     writer = CheckpointWriter(out, job.plan.tensors, job.plan.shards, key, overwrite=request.overwrite)
     if writer.moving:
         writer.finish()
@@ -68,7 +70,7 @@ def _run(job: Job, out: Path, progress: Progress) -> ConversionResult:
     write_source_files(job.plan, job.tokenizer, writer)
     if estimates:
         writer.write("split", {}, [asdict(size) for size in estimates])
-    chosen = _ladders(job, writer, progress)
+    chosen = _ladders(job, writer, scored, progress)
     write_config(job.plan, chosen, writer)
     if not writer.done("outer"):
         writer.write("outer", copies(job.plan, job.plan.target.outer()))
@@ -107,10 +109,10 @@ def _interrupted_size(job: Job) -> LayerSize | None:
     return LayerSize(key["options"]["kv_rank"], key["options"]["rope_dim"])
 
 
-def _ladders(job: Job, writer: CheckpointWriter, progress: Progress) -> Mapping[str, Ladder]:
-    """The ladder of each kind of layer, as pass 1 finds it now or found it in an interrupted run."""
+def _ladders(job: Job, writer: CheckpointWriter, scored: Scored | None, progress: Progress) -> Mapping[str, Ladder]:
+    """The ladder of each kind of layer, as pass 1 found it, now or in an interrupted run, or is still to find it."""
     if not writer.done("ladder"):
-        found = score_ladders(job, progress)
+        found = scored or score_ladders(job, progress)
         record = {
             kind: [(ladder.data, str(ladder), score) for ladder, score in scored] for kind, scored in found.items()
         }

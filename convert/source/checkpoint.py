@@ -1,16 +1,22 @@
-"""A source checkpoint: a local folder or a Hub id, its config, and its tensors one at a time."""
+"""A source checkpoint: a local folder or a Hub id, its config, and its tensors one at a time.
+
+Safetensors format: 8 bytes little-endian header length, JSON header, tensor bytes
+(https://github.com/huggingface/safetensors#format). Tensors are read from where their header says and not through a
+map of the file, whose every page that was once read would count as held.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from latentfold.convert.dtypes import STORED
 from latentfold.convert.errors import InputError
 from latentfold.convert.files import read_json
 
@@ -21,11 +27,16 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Where a tensor lies and what its file's header says of it."""
+    """Where a tensor lies and what its file's header says of it.
+
+    Attributes:
+        offset: of its first byte among the bytes of all the file's tensors.
+    """
 
     file: str
     shape: tuple[int, ...]
     dtype: str
+    offset: int
 
 
 @dataclass
@@ -44,6 +55,7 @@ class Checkpoint:
     revision: str | None
     config: dict[str, Any]
     headers: dict[str, TensorHeader] = field(default_factory=dict)
+    _sound: set[str] = field(init=False, repr=False, compare=False, default_factory=set)
 
     def read_headers(self) -> None:
         """Read every shard's header, so that missing, misshapen and truncated tensors show before work starts.
@@ -57,41 +69,43 @@ class Checkpoint:
             if not path.is_file():
                 raise InputError(f"{file}: listed in {INDEX} but not in {self.folder}; download the checkpoint again")
             try:
-                with safe_open(path, framework="pt") as shard:
-                    for name in shard.keys():  # noqa: SIM118 - safe_open is not a mapping
-                        if expected is None or name in expected:
-                            part = shard.get_slice(name)
-                            self.headers[name] = TensorHeader(file, tuple(part.get_shape()), part.get_dtype())
+                with safe_open(path, framework="pt"):  # it is complete and its header sound
+                    found = _header(path)
             except (SafetensorError, OSError) as error:
                 raise InputError(f"{path}: not a complete safetensors file ({error}); download it again") from error
-
+            for name, info in found.items():
+                if expected is None or name in expected:
+                    offset = info["data_offsets"][0]
+                    self.headers[name] = TensorHeader(file, tuple(info["shape"]), info["dtype"], offset)
         if not self.headers:
             raise InputError(f"{self.name}: its safetensors hold no tensors; download the checkpoint again")
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor as stored.
+        """One tensor as stored; its values are checked when it is first read.
 
         Raises:
-            InputError: the checkpoint has no tensor of that name.
+            InputError: the checkpoint has no tensor of that name, its file has changed, or it holds infinite or
+                undefined values.
         """
         if name not in self.headers:
             raise InputError(f"tensor {name} is missing from {self.name}")
-        with safe_open(self.path(self.headers[name].file), framework="pt") as shard:
-            return shard.get_tensor(name)
+        header = self.headers[name]
+        if header.dtype not in STORED:
+            raise InputError(f"tensor {name} in {header.file}: expected {', '.join(STORED)}, found {header.dtype}")
+        tensor = torch.empty(header.shape, dtype=STORED[header.dtype])
+        with open(self.path(name), "rb") as file:
+            file.seek(_start(file) + header.offset)
+            if file.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data) != tensor.nbytes:
+                raise InputError(f"tensor {name} in {header.file}: the file ends within it; download it again")
+        if name not in self._sound:
+            if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+                raise InputError(f"tensor {name} in {header.file}: holds infinite or undefined values")
+            self._sound.add(name)
+        return tensor
 
-    def path(self, file: str) -> Path:
-        """Where a shard lies."""
-        return self.folder / file
-
-    def check_values(self, names: Collection[str]) -> None:
-        """Read tensors once, file by file, so that damage shows before anything is written.
-
-        Raises:
-            InputError: one holds infinite or undefined values.
-        """
-        for name in sorted(names, key=lambda name: self.headers[name].file):  # a shard at a time
-            if not torch.isfinite(self.tensor(name)).all():
-                raise InputError(f"tensor {name} in {self.headers[name].file}: holds infinite or undefined values")
+    def path(self, name: str) -> Path:
+        """Where a tensor's shard lies."""
+        return self.folder / self.headers[name].file
 
     def stamps(self) -> dict[str, list[int]]:
         """Size and modification time (ns) of every shard: whether the source is still the same."""
@@ -110,6 +124,19 @@ class Checkpoint:
             found = ", ".join(sorted(sizes))
             raise InputError(f"{self.name}: weights are stored as {found}; expected F16, BF16 or F32 safetensors")
         return known[max(floats, key=lambda name: sizes[name])]
+
+
+def _start(file: BinaryIO) -> int:
+    """Where the header of a safetensors file ends and the tensors begin."""
+    return 8 + int.from_bytes(file.read(8), "little")
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """What a safetensors file says of each of its tensors."""
+    with open(path, "rb") as file:
+        found: dict[str, Any] = json.loads(file.read(_start(file) - 8))
+    found.pop("__metadata__", None)
+    return found
 
 
 def _shards(folder: Path) -> dict[str, set[str] | None]:

@@ -62,14 +62,14 @@ def with_headers(checkpoint: Checkpoint, token: str | None = None) -> Checkpoint
     if checkpoint.revision is None:
         checkpoint.read_headers()
         return checkpoint
-    from huggingface_hub import constants, get_safetensors_metadata
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
     if constants.HF_HUB_OFFLINE:
         return checkpoint
     try:
         with hub_errors(checkpoint.name, checkpoint.revision):
-            found = get_safetensors_metadata(checkpoint.name, revision=checkpoint.revision, token=token)
+            found = HfApi(token=token).get_safetensors_metadata(checkpoint.name, revision=checkpoint.revision)
     except NotASafetensorsRepoError as error:
         raise InputError(
             f"{checkpoint.name}: the repository has no {SINGLE} and no {INDEX}; expected safetensors"
@@ -77,7 +77,7 @@ def with_headers(checkpoint: Checkpoint, token: str | None = None) -> Checkpoint
     except SafetensorsParsingError as error:
         raise InputError(f"{checkpoint.name}: a safetensors file on the Hub is damaged ({error})") from error
     headers = {
-        name: TensorHeader(file, tuple(info.shape), info.dtype)
+        name: TensorHeader(file, tuple(info.shape), info.dtype, info.data_offsets[0])
         for file, metadata in found.files_metadata.items()
         for name, info in metadata.tensors.items()
     }
@@ -89,16 +89,19 @@ def fetch(
 ) -> Path:
     """Bring files of a Hub repository to its place in the cache, or to `local_dir`; the folder they are in.
 
-    They are compared with the Hub's hashes: huggingface_hub notices a body that is too short, but not one that is
-    wrong. Offline, files from the cache are taken as they are.
+    All sizes are compared with the Hub's, and the hashes of what this call brought: huggingface_hub notices a body that
+    is too short, but not one that is wrong. Offline, files from the cache are taken as they are.
 
     Raises:
-        InputError: the Hub refuses or cannot be reached, or a file differs.
+        InputError: the Hub refuses or cannot be reached, or a file differs; that one is deleted.
     """
-    from huggingface_hub import HfApi, RepoFile, snapshot_download
+    from huggingface_hub import HfApi, RepoFile, constants, snapshot_download
+    from huggingface_hub.file_download import repo_folder_name
     from huggingface_hub.utils import filter_repo_objects
 
     with hub_errors(name, revision):
+        place = local_dir or Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+        before = {path.resolve() for path in place.rglob("*") if path.is_file()}
         folder = Path(
             snapshot_download(name, revision=revision, token=token, allow_patterns=patterns, local_dir=local_dir)
         )
@@ -109,11 +112,16 @@ def fetch(
     except Unreachable:
         return folder
     files = [entry for entry in entries if isinstance(entry, RepoFile)]
+    damaged = []
     for file in filter_repo_objects(files, allow_patterns=patterns, key=lambda file: file.path):
         path = folder / file.path
-        if not same_content(path, file):
-            raise InputError(
-                f"{name}: {file.path} is not what the Hub's hash says (a damaged download); "
-                f"delete {path.resolve()} and repeat the command"
-            )
+        same = path.stat().st_size == file.size if path.resolve() in before else same_content(path, file)
+        if not same:
+            path.resolve().unlink(missing_ok=True)
+            damaged.append(file.path)
+    if damaged:
+        raise InputError(
+            f"{name}: {', '.join(damaged)} is not what the Hub's hash says (a damaged download, now deleted); "
+            "repeat the command to fetch it again"
+        )
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,9 @@ class Unreachable(InputError):
 
 @contextmanager
 def hub_errors(repo: str, revision: str | None = None) -> Iterator[None]:
-    """Turn what huggingface_hub raises in the block into one line that says what to do.
+    """Turn what huggingface_hub, its HTTP client or the network raise in the block into one line that says what to do.
+
+    Everything else passes through as it is: a fault of the block's own, a disk that is full.
 
     Raises:
         InputError: the Hub refused or failed.
@@ -26,14 +29,26 @@ def hub_errors(repo: str, revision: str | None = None) -> Iterator[None]:
 
     try:
         yield
-    except InputError:
-        raise
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        if not (isinstance(error, HTTPError) or _raised_by_hub(error)):
+            raise
         # upload threads, and downloads that then looked into the cache, wrap what really happened
         cause = error.__cause__
         wrapped = isinstance(cause, HfHubHTTPError) or isinstance(error, RuntimeError)
         kind, reason = _hub_failure((wrapped and cause) or error, revision)
         raise kind(f"{repo}: {reason}") from error
+
+
+def _raised_by_hub(error: Exception) -> bool:
+    """Whether an error of no telling type comes out of a call of huggingface_hub, and not from this machine's files."""
+    if (
+        isinstance(error, OSError)
+        and error.errno is not None
+        and not isinstance(error, (ConnectionError, TimeoutError))
+    ):
+        return False
+    modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return any(module.partition(".")[0] == "huggingface_hub" for module in modules)
 
 
 def _hub_failure(error: BaseException, revision: str | None) -> tuple[type[InputError], str]:

@@ -1,14 +1,16 @@
 """A Hub checkpoint larger than the disk: a shard is fetched when a tensor of it is wanted, and soon deleted.
 
-Layer by layer is also shard by shard, nearly: two shards are kept, because one layer's tensors may lie in two. Every
-pass over the model fetches it again.
+Layer by layer is also shard by shard, nearly. Kept are as many shards as one layer's tensors lie in, and those with
+tensors outside the layers, which a pass wants both first and last: so it fetches each shard once.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+import re
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,7 +18,11 @@ from latentfold.convert.errors import InputError
 from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.source.hub import fetch, with_headers
 
-KEPT_SHARDS = 2
+
+def layer_of(name: str) -> int | None:
+    """Number of the layer that a tensor belongs to, by its name (`<prefix>.<number>.`), or None."""
+    found = re.match(r"(?:[^.]+\.)*?(\d+)\.", name)
+    return int(found[1]) if found else None
 
 
 @dataclass
@@ -25,42 +31,56 @@ class StreamedCheckpoint(Checkpoint):
 
     Attributes:
         token: Hub token.
-        here: the shards on disk, least recently used first.
-        needed: tensors to be checked when their shard comes.
+        here: the shards on disk.
     """
 
     token: str | None = None
-    here: list[str] = field(default_factory=list)
-    needed: Collection[str] = ()
-    _shards: TemporaryDirectory | None = None
+    here: set[str] = field(default_factory=set)
+    _folder: TemporaryDirectory | None = None
 
-    def path(self, file: str) -> Path:
-        """A shard on disk, fetched if it is not there; the least recently used one makes room.
+    def path(self, name: str) -> Path:
+        """Where a tensor's shard lies, fetched if it is not there; the one that is wanted last makes room.
 
         Raises:
-            InputError: the Hub does not give it, or it holds infinite or undefined values.
+            InputError: the Hub does not give it.
         """
-        if self._shards is None:
+        if self._folder is None:
             from huggingface_hub import constants
 
             os.makedirs(constants.HF_HOME, exist_ok=True)
-            self._shards = TemporaryDirectory(prefix="latentfold-shards-", dir=constants.HF_HOME)
-        folder = Path(self._shards.name)
+            self._folder = TemporaryDirectory(prefix="latentfold-shards-", dir=constants.HF_HOME)
+        folder, file = Path(self._folder.name), self.headers[name].file
         if file in self.here:
-            self.here.remove(file)
-            self.here.append(file)
             return folder / file
-        while len(self.here) >= KEPT_SHARDS:
-            (folder / self.here.pop(0)).unlink()
+        now = layer_of(name) or 0
+        while len(self.here) >= self.room:
+            last = max(self.here, key=lambda shard: self._layers_until(shard, now))
+            (folder / last).unlink()
+            self.here.remove(last)
         assert self.revision is not None
         fetch(self.name, [file], self.revision, self.token, local_dir=folder)
-        self.here.append(file)
-        super().check_values([name for name in self.needed if self.headers[name].file == file])
+        self.here.add(file)
         return folder / file
 
-    def check_values(self, names: Collection[str]) -> None:
-        """Nothing yet: every shard is checked when it comes."""
-        self.needed = names
+    @cached_property
+    def _files(self) -> dict[int | None, set[str]]:
+        """The shards in which each layer's tensors lie; None: those outside the layers."""
+        found: dict[int | None, set[str]] = defaultdict(set)
+        for name, header in self.headers.items():
+            found[layer_of(name)].add(header.file)
+        return found
+
+    @property
+    def room(self) -> int:
+        """How many shards are kept."""
+        return max(len(files | self._files[None]) for files in list(self._files.values()))
+
+    def _layers_until(self, file: str, now: int) -> int:
+        """How many layers after layer `now` a shard is wanted next; the first follows the last."""
+        if file in self._files[None]:
+            return 0
+        layers = [layer for layer in self._files if layer is not None]
+        return min((layer - now) % (max(layers) + 1) for layer in layers if file in self._files[layer])
 
     def stamps(self) -> dict[str, list[int]]:
         """Nothing: the commit says which files these are."""

@@ -52,6 +52,11 @@ class TargetEntry:
         return found
 
     @property
+    def training(self) -> Any:
+        """`open_for_training` and `closed`, from the target's folder."""
+        return import_module(f"{__package__}.{self.name}.training")
+
+    @property
     def _support(self) -> Any:
         return import_module(f"{__package__}.{self.name}.support")
 

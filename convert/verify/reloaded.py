@@ -23,7 +23,7 @@ PROBE_TOLERANCE = 1e-3
 
 def reload_difference(folder: Path, tokens: Tensor, expected: Tensor, device: torch.device) -> float:
     """Load a written checkpoint afresh, layer by layer; largest logit difference relative to the largest logit."""
-    found = _reloaded_logits(folder, tokens, device)
+    found = reloaded_logits(folder, tokens, device)
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
@@ -39,7 +39,7 @@ def check_probe(folder: Path, probe: Probe, device: torch.device) -> None:
         InputError: it does not load, or gives other logits.
     """
     expected = torch.tensor(probe.largest_logits)
-    found = _reloaded_logits(folder, torch.tensor([probe.tokens]), device)[0].amax(-1).cpu()
+    found = reloaded_logits(folder, torch.tensor([probe.tokens]), device)[0].amax(-1).cpu()
     difference = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
     if not difference <= PROBE_TOLERANCE:
         raise InputError(
@@ -48,7 +48,8 @@ def check_probe(folder: Path, probe: Probe, device: torch.device) -> None:
         )
 
 
-def _reloaded_logits(folder: Path, tokens: Tensor, device: torch.device) -> Tensor:
+def reloaded_logits(folder: Path, tokens: Tensor, device: torch.device) -> Tensor:
+    """(N, T, V) of a folder, loaded layer by layer; tokens (N, T)."""
     checkpoint = open_checkpoint(folder)
     checkpoint.read_headers()
     model = StreamedModel(checkpoint, read_config(checkpoint), torch.float32, device)

@@ -179,6 +179,52 @@ class CheckRecord:
 
 
 @dataclass(frozen=True)
+class HealingPoint:
+    """How a student did on held-out text.
+
+    Attributes:
+        step, tokens, seconds: trained before it.
+        divergence: KL(original || student), nats per token.  nll: of the student, nats per token.
+    """
+
+    step: int
+    tokens: int
+    seconds: float
+    divergence: float
+    nll: float
+
+
+@dataclass(frozen=True)
+class HealingRecord:
+    """A training on the original's predictions.
+
+    Attributes:
+        latentfold, versions: as for the conversion.
+        teacher, revision: the original.
+        texts, sha256: what was trained on, but for its held-out ends.
+        seq_len, batch_tokens, train, rate, seed, dtype: see `HealingConfig`.
+        minutes: the budget, where it was one of time.
+        curve: held-out text, from before the first step on; `best` of them is what was kept.
+    """
+
+    latentfold: str
+    versions: dict[str, str]
+    teacher: str
+    revision: str | None
+    texts: tuple[str, ...]
+    sha256: str
+    seq_len: int
+    batch_tokens: int
+    train: str
+    rate: float
+    seed: int
+    dtype: str
+    minutes: float | None
+    curve: tuple[HealingPoint, ...]
+    best: int
+
+
+@dataclass(frozen=True)
 class Recipe(Beginnings):
     """Everything that `latentfold.json` holds.
 
@@ -189,6 +235,7 @@ class Recipe(Beginnings):
         split: what a survey found, where it chose the size.
         layers: None for a layer that was left as it is.
         files: SHA-256 of every file.
+        healing: every training since, in turn.
     """
 
     cache_values: Change
@@ -199,6 +246,7 @@ class Recipe(Beginnings):
     layers: tuple[LayerRecord | None, ...]
     check: CheckRecord
     files: dict[str, str]
+    healing: tuple[HealingRecord, ...] = ()
     schema: int = SCHEMA
 
     @property

@@ -207,6 +207,10 @@ class CheckpointWriter:
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, self.folder / name)
 
+    def remove(self, name: str) -> None:
+        """Take a folder out that is no part of the checkpoint."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+
     def write_index(self) -> None:
         """Write the index of a checkpoint of several shards."""
         if len(self.shards.filename_to_tensors) > 1:

@@ -577,7 +577,11 @@ EVAL: dict[str, tuple[Damage, list[str], str]] = {
         [],
         r"tensor \S+: expected shape .*found nothing",
     ),
-    "short text": (lambda b: None, ["--seq-len", "128", "--skip", "5000"], r"evaluation text is too short: .*128 tok"),
+    "short text": (
+        lambda b: None,
+        ["--seq-len", "128", "--skip", "5000"],
+        r"evaluation text is too short: .*16 tokens",
+    ),
     "long windows": (lambda b: None, ["--seq-len", "257"], r"--seq-len 257: .* takes at most 256 positions"),
     "tiny windows": (lambda b: None, ["--seq-len", "4"], r"'--seq-len': 4 is not in the range x>=16"),
     "no windows": (lambda b: None, ["--windows", "0"], r"'--windows': 0 is not in the range x>=1"),

@@ -119,6 +119,35 @@ def test_several_texts_count_alike(pair: tuple[Path, Path], text_file: Path, tmp
     assert both.overall.gap_standard_error == pytest.approx((errors[0] ** 2 + errors[1] ** 2) ** 0.5 / 2)
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_text_shorter_than_a_window_is_read_whole(
+    first: bool, pair: tuple[Path, Path], text_file: Path, tmp_path: Path
+) -> None:
+    """As one window beside the other text's, with a note; what is measured on it is what is measured on it alone."""
+    short, html = tmp_path / "short.txt", tmp_path / "report.html"
+    short.write_text("Only forty tokens, a byte each, are here.")
+    texts = (short, text_file) if first else (text_file, short)
+    arguments = ["eval", *pair, "--text", *texts, "--seq-len", 64, "--windows", 2, "--html", html]
+    done = CliRunner().invoke(main, list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    notes = [line for line in done.stderr.splitlines() if line.startswith("Note: ")]
+    assert len(notes) == 1 and "short.txt: holds less than a window of 64 tokens; its 41 make" in notes[0]
+    assert "1 window of 41 tokens" in done.stdout + html.read_text()
+    found = {text.name: text for text in read_evaluation(pair[1] / EVALUATION).texts}
+    assert [(found[path.name].windows, found[path.name].window_length) for path in (short, text_file)] == [
+        (1, 41),
+        (2, 64),
+    ]
+    heard: list[str] = []
+    config = EvaluationConfig(text=(str(short),), seq_len=41)
+    alone = evaluate(*map(str, pair), config, progress=False, notify=heard.append)
+    assert not heard and alone.overall.predictions == 40
+    assert alone.overall.gap == pytest.approx(found[short.name].overall.gap, abs=1e-6)
+    assert alone.texts[0].sha256 == found[short.name].sha256
+    quiet = CliRunner().invoke(main, [*map(str, arguments), "--quiet"])
+    assert quiet.exit_code == 0 and "Note: " not in quiet.stderr
+
+
 def test_curve_is_the_mean_over_runs_of_positions() -> None:
     length = 300
     losses = torch.arange(length, dtype=torch.float64).expand(2, length)

@@ -532,7 +532,7 @@ PULL_FAULTS: dict[str, tuple[Fault, str]] = {
     "gated": (Fault("GET|HEAD", "/resolve/", status=403, headers={"X-Error-Code": "GatedRepo"}), "gated; accept its"),
     "429": (Fault("GET", "/resolve/", status=429, headers={"Retry-After": "9"}, times=None), "in 9 seconds"),
     "500": (Fault("GET", "/resolve/", status=500, times=None), r"problem of its own \(status 500\)"),
-    "wrong body": (Fault("GET", "/resolve/", corrupt=True), r"config\.json is not what the Hub's hash says.*delete"),
+    "wrong body": (Fault("GET", "/resolve/", corrupt=True), r"config\.json is not what the Hub's hash says.*deleted"),
 }
 
 
@@ -545,10 +545,6 @@ def test_a_download_that_fails_says_why(case: str, server: HubServer) -> None:
         fetch(REPO, ["config.json"], None, TOKEN)
     assert server.faults[0].hits and "\n" not in str(raised.value) and TOKEN not in str(raised.value)
     server.faults.clear()
-    if case == "wrong body":
-        with pytest.raises(InputError, match="is not what"):
-            fetch(REPO, ["config.json"], None, TOKEN)
-        Path(str(raised.value).split("delete ")[1].split(" and repeat")[0]).unlink()
     assert (fetch(REPO, ["config.json"], None, TOKEN) / "config.json").read_bytes() == b'{"a": 1}'
 
 

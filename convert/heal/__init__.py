@@ -1,0 +1,1 @@
+"""Distilling the original into its conversion: minutes of training that win back most of what was lost."""

@@ -1,0 +1,159 @@
+"""Teacher and student, whole in memory: the original as it is, the conversion opened for training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from latentfold.convert.errors import InputError
+from latentfold.convert.families.registry import attention_name
+from latentfold.convert.model.heads import ATTENTION
+from latentfold.convert.model.streamed import find_layers
+from latentfold.convert.model.whole import is_out_of_memory
+from latentfold.convert.source.checkpoint import Checkpoint
+from latentfold.convert.targets.registry import TargetEntry
+
+WORTH = 1.3
+"""How much faster bfloat16 has to be to be used: it costs precision."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Where products are computed, and in what; sums, norms and weights stay in float32."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        """A block computed so."""
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+
+def fastest(device: torch.device, width: int) -> torch.dtype:
+    """float32, or bfloat16 where a product of this width is computed clearly faster in it."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        x, w = (
+            torch.randn(512, width, device=device, dtype=dtype),
+            torch.randn(width, width, device=device, dtype=dtype),
+        )
+        best = float("inf")
+        for _ in range(4):
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            start = time.perf_counter()
+            for _ in range(4):
+                x @ w
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    return torch.bfloat16 if seconds(torch.float32) > WORTH * seconds(torch.bfloat16) else torch.float32
+
+
+def load_whole(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model in memory.
+
+    Raises:
+        InputError: it does not fit.
+    """
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype, attn_implementation=ATTENTION)
+        return model.to(device).eval()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(f"{checkpoint.name}: its weights do not fit in the memory of {device}") from error
+
+
+def hidden_and_head(model: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """A model in two halves: tokens (B, T) to last hidden states (B, T, D), and those (N, D) to logits (N, V).
+
+    The second is all that `forward` does after the decoder, whatever a family does to its logits.
+    """
+
+    def hidden(tokens: Tensor) -> Tensor:
+        return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+
+    def head(rows: Tensor) -> Tensor:
+        decoder = model.base_model
+        name = next(key for key, module in model.named_children() if module is decoder)
+        model._modules[name] = _Answer(rows[None])
+        try:
+            return model(inputs_embeds=rows[None, :1], use_cache=False).logits[0]
+        finally:
+            model._modules[name] = decoder
+
+    return hidden, head
+
+
+class _Answer(nn.Module):
+    """Stands in for a decoder that has computed already."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, **_: Any) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+class Student:
+    """A conversion that can be trained.
+
+    Args:
+        model: the whole model in float32.
+        target: what it is written as.
+        train: which tensors of the layers are trained: "attention", "norms", "all".
+
+    Attributes:
+        trained: parameters by name.
+    """
+
+    def __init__(self, model: Any, target: TargetEntry, train: str) -> None:
+        self.model, self.target = model, target
+        target.training.open_for_training(model)
+        self.layers_name, self.layers = find_layers(model)
+        self.attention = attention_name(model.config)
+        self.trained: dict[str, nn.Parameter] = {}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(self._chosen(name, train))
+            if parameter.requires_grad:
+                self.trained[name] = parameter
+
+    def _chosen(self, name: str, train: str) -> bool:
+        if not name.startswith(self.layers_name + "."):
+            return False
+        inside = name.removeprefix(self.layers_name + ".").partition(".")[2]
+        attention = inside.startswith(self.attention + ".")
+        if attention and ".q_a_" in f".{inside}":  # the identity that carries biases
+            return False
+        return attention or train == "all" or (train == "norms" and "norm" in inside)
+
+    @torch.no_grad()
+    def stored(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Every tensor that training may have changed, by its name in the checkpoint and in its stored dtype."""
+        found: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            prefix = f"{self.layers_name}.{index}."
+            module = layer.get_submodule(self.attention)
+            closed = self.target.training.closed(layer, module, dtype)
+            found |= {f"{prefix}{self.attention}.{name}": tensor for name, tensor in closed.items()}
+        known = {name.rpartition(".")[0] for name in found}
+        for name, parameter in self.trained.items():
+            if not any(name.startswith(module + ".") for module in known):
+                found |= revert_weight_conversion(self.model, {name: parameter.detach()})
+        return {name: tensor.to("cpu", dtype).contiguous() for name, tensor in found.items()}
