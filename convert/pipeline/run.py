@@ -62,7 +62,8 @@ def _run(job: Job, out: Path, progress: Progress) -> ConversionResult:
     start = beginnings(job.plan, job.windows)
     key = asdict(start) | {"source_files": job.plan.checkpoint.stamps()}
     # whichever runs first, survey or pass 1, has read every tensor once before anything is written
-    scored = None if estimates or CheckpointWriter.is_interrupted(out) else score_ladders(job, progress)
+    begun = CheckpointWriter.continues(out, key) or (CheckpointWriter.is_interrupted(out) and not request.overwrite)
+    scored = None if estimates or begun else score_ladders(job, progress)
     writer = CheckpointWriter(out, job.plan.tensors, job.plan.shards, key, overwrite=request.overwrite)
     if writer.moving:
         writer.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +50,10 @@ def same_content(path: Path, remote: RepoFile) -> bool:
         return sha256(path) == remote.lfs.sha256
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == remote.blob_id
+
+
+UNCHECKED = ".latentfold-unchecked"
+"""Beside a repository's files while some of them may not have been compared with the Hub's hashes."""
 
 
 def with_headers(checkpoint: Checkpoint, token: str | None = None) -> Checkpoint:
@@ -102,9 +107,19 @@ def fetch(
     with hub_errors(name, revision):
         place = local_dir or Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
         before = {path.resolve() for path in place.rglob("*") if path.is_file()}
-        folder = Path(
-            snapshot_download(name, revision=revision, token=token, allow_patterns=patterns, local_dir=local_dir)
-        )
+        unchecked = place / UNCHECKED
+        if unchecked.exists():  # a call was killed between bringing files and looking at them
+            before = set()
+        place.mkdir(parents=True, exist_ok=True)
+        unchecked.touch()
+        try:
+            folder = Path(
+                snapshot_download(name, revision=revision, token=token, allow_patterns=patterns, local_dir=local_dir)
+            )
+        except BaseException:
+            if [*place.iterdir()] == [unchecked]:  # nothing came
+                shutil.rmtree(place)
+            raise
     commit = revision if local_dir else folder.name
     try:
         with hub_errors(name, revision):
@@ -119,6 +134,7 @@ def fetch(
         if not same:
             path.resolve().unlink(missing_ok=True)
             damaged.append(file.path)
+    unchecked.unlink(missing_ok=True)
     if damaged:
         raise InputError(
             f"{name}: {', '.join(damaged)} is not what the Hub's hash says (a damaged download, now deleted); "

@@ -125,6 +125,11 @@ class CheckpointWriter:
         return (out / PARTIAL / JOURNAL).exists()
 
     @staticmethod
+    def continues(out: Path, key: Mapping[str, Any]) -> bool:
+        """Whether `out` holds a run of this key that has not finished."""
+        return CheckpointWriter.interrupted_key(out) == json.loads(json.dumps(key))
+
+    @staticmethod
     def interrupted_key(out: Path) -> dict[str, Any] | None:
         """The key of an interrupted run in `out`, if there is one."""
         return (_read_journal(out) or {}).get("key")

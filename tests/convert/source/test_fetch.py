@@ -97,3 +97,19 @@ def test_a_cache_that_lies_elsewhere_is_the_one_looked_at(
     fetch(REPO, ["*"], None, None)
     fetch(REPO, ["*"], None, None)
     assert set(hashed.values()) == {1}
+
+
+def test_what_a_killed_call_brought_is_checked_by_the_next(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted between the download and its hash, a damaged file is not taken for one that was checked."""
+    server.create_repo("org/t", files={"config.json": b"{}", "a.safetensors": b"a" * 100})
+    server.fail(Fault("GET", "/resolve/.*a.safetensors", corrupt=True))
+
+    def killed(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(hub, "same_content", killed)
+        fetch("org/t", ["*"], None, None)
+    with pytest.raises(InputError, match="a damaged download, now deleted"):
+        fetch("org/t", ["*"], None, None)
+    assert (fetch("org/t", ["*"], None, None) / "a.safetensors").read_bytes() == b"a" * 100
