@@ -8,7 +8,13 @@ from wrapt import when_imported
 from latentfold.convert.errors import InputError
 
 if TYPE_CHECKING:
-    from latentfold.convert.api import calibrate_layer, convert_checkpoint, estimate_sizes, plan_conversion
+    from latentfold.convert.api import (
+        calibrate_layer,
+        convert_checkpoint,
+        estimate_sizes,
+        heal_checkpoint,
+        plan_conversion,
+    )
     from latentfold.convert.attention.sizes import LayerSize
     from latentfold.convert.factorize.layer import convert_layer
     from latentfold.convert.pipeline.run import ConversionResult
@@ -33,6 +39,7 @@ __all__ = [
     "convert_layer",
     "enable_absorbed_decode",
     "estimate_sizes",
+    "heal_checkpoint",
     "inspect_model",
     "plan_conversion",
     "publish_checkpoint",
@@ -40,7 +47,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "api": ("calibrate_layer", "convert_checkpoint", "estimate_sizes", "plan_conversion"),
+    "api": ("calibrate_layer", "convert_checkpoint", "estimate_sizes", "heal_checkpoint", "plan_conversion"),
     "attention.sizes": ("LayerSize",),
     "factorize.layer": ("convert_layer",),
     "pipeline.run": ("ConversionResult",),

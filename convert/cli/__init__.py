@@ -7,6 +7,7 @@ import click
 from latentfold.convert.cli.card import card
 from latentfold.convert.cli.convert import convert
 from latentfold.convert.cli.evaluate import evaluate
+from latentfold.convert.cli.heal import heal
 from latentfold.convert.cli.inspect import inspect
 from latentfold.convert.cli.push import push
 
@@ -19,6 +20,7 @@ def main() -> None:
     \b
     latentfold inspect MODEL            sizes, KV cache, proposed --kv-rank and --rope-dim
     latentfold convert MODEL OUT        write an MLA checkpoint that stock engines load
+    latentfold heal OUT HEALED          train it on the original's predictions for some minutes
     latentfold eval MODEL OUT           perplexity, agreement, layer errors, cache of both
     latentfold card OUT                 write its model card
     latentfold push OUT REPO_ID         publish it on the Hub
@@ -27,5 +29,5 @@ def main() -> None:
     """
 
 
-for command in (inspect, convert, evaluate, card, push):
+for command in (inspect, convert, heal, evaluate, card, push):
     main.add_command(command)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what they import takes seconds
     from latentfold.convert.plan.inspection import Inspection
     from latentfold.convert.plan.plan import ConversionPlan
     from latentfold.convert.plan.sizes import Proposal
+    from latentfold.convert.write.recipe import HealingRecord
 
 
 def _rows(rows: list[tuple[str, str]]) -> str:
@@ -161,3 +162,13 @@ def conversion_summary(result: ConversionResult) -> str:
             ("reload check", f"logits equal to {recipe.check.reload_logit_difference:.0e}"),
         ]
     )
+
+
+def healing_table(record: HealingRecord) -> str:
+    """What `latentfold heal` prints: held-out text from before the first step to the last."""
+    rows = [("step", "minutes   KL from original   NLL   (nats per token, held-out text)")]
+    for i, point in enumerate(record.curve):
+        kept = "   kept" if i == record.best else ""
+        figures = f"{point.seconds / 60:>7.1f}   {point.divergence:>16.4f}   {point.nll:.4f}"
+        rows.append((f"{point.step:>4}", figures + kept))
+    return _rows(rows)

@@ -18,6 +18,11 @@ CHUNK = 1 << 24
 Head = Callable[[Tensor], Tensor]
 
 
+def chunk_size(vocab: int) -> int:
+    """Tokens whose logits are held at a time."""
+    return max(1, CHUNK // vocab)
+
+
 def divergence(student: Tensor, teacher: Tensor) -> Tensor:
     """Sum over N of KL(teacher || student) in nats; logits (N, V)."""
     target = teacher.float().log_softmax(-1)
@@ -35,7 +40,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, student_head: Head, teac
         vocab: V.
     """
     rows, targets = student.flatten(0, 1), teacher.flatten(0, 1)
-    size = max(1, CHUNK // vocab)
+    size = chunk_size(vocab)
 
     def of_chunk(row: Tensor, target: Tensor) -> Tensor:
         with torch.no_grad():

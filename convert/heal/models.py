@@ -105,7 +105,7 @@ class _Answer(nn.Module):
         super().__init__()
         self.hidden = hidden
 
-    def forward(self, **_: Any) -> Any:
+    def forward(self, *_: Any, **__: Any) -> Any:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)

@@ -19,7 +19,7 @@ from latentfold.convert.text.documents import Document
 from latentfold.convert.text.windows import leading_tokens, tokenize
 
 HELD_SHARE = 0.05
-HELD_WINDOWS = 16
+HELD_WINDOWS = 8
 """Windows kept aside: a share of each text, at its end, and so many of all of them at most."""
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from latentfold.convert.errors import InputError
 from latentfold.convert.heal.config import HealingConfig
-from latentfold.convert.heal.distill import distillation_loss
+from latentfold.convert.heal.distill import chunk_size, distillation_loss, divergence
 from latentfold.convert.heal.models import Arithmetic, Student, hidden_and_head
 from latentfold.convert.heal.text import HealingText
 from latentfold.convert.progress import Progress
@@ -24,7 +24,7 @@ from latentfold.convert.write.recipe import HealingPoint
 BETAS = (0.9, 0.98)
 WARM_UP = 8
 """Steps until the rate is reached."""
-LOOKS = 8
+LOOKS = 6
 """How often the held-out text is looked at on the way."""
 RATES = {"attention": 2e-3, "norms": 2e-3, "all": 1e-3}
 """Steps relative to a tensor's size, for a conversion that is `FAR` from its original."""
@@ -34,9 +34,9 @@ FITTING = 0.8
 """The rate goes with this power of the divergence: what is nearly healed is ruined by large steps."""
 
 
-def fitting_rate(train: str, divergence: float) -> float:
+def fitting_rate(train: str, apart: float) -> float:
     """The optimizer's step relative to a tensor's size, for a student so far from its teacher (nats)."""
-    return RATES[train] * min(1.0, max(divergence, 1e-4) / FAR) ** FITTING
+    return RATES[train] * min(1.0, max(apart, 1e-4) / FAR) ** FITTING
 
 
 @dataclass
@@ -92,18 +92,23 @@ class Healer:
     @torch.no_grad()
     def _held_out(self) -> tuple[float, float]:
         """Divergence and NLL of the student on the text kept aside, nats per token."""
-        divergences, losses = [], []
-        for row in self.text.held.split(1):
-            divergences.append(float(self._loss(row)))
-            with self.arithmetic():
-                hidden = self.hidden(row.to(self.arithmetic.device))[0, :-1]
-                parts = [self.head(part).float().log_softmax(-1) for part in hidden.split(256)]
-            picked = [
-                -part.gather(1, wanted[:, None].to(part.device))
-                for part, wanted in zip(parts, row[0, 1:].split(256), strict=True)
-            ]
-            losses.append(float(torch.cat(picked).mean()))
-        return sum(divergences) / len(divergences), sum(losses) / len(losses)
+        found = [self._compared(row[None].to(self.arithmetic.device)) for row in self.text.held]
+        apart, nll = torch.tensor(found, dtype=torch.float64).mean(0).tolist()
+        return apart, nll
+
+    def _compared(self, tokens: Tensor) -> tuple[float, float]:
+        """Divergence and NLL of one window (1, T)."""
+        with self.arithmetic():
+            mine, target = self.hidden(tokens)[0, :-1], self.teacher(tokens)[0, :-1]
+            totals = torch.zeros(2, dtype=torch.float64)
+            size = chunk_size(self.vocab)
+            for rows, wanted, following in zip(
+                mine.split(size), target.split(size), tokens[0, 1:].split(size), strict=True
+            ):
+                logits = self.head(rows)
+                totals[0] += float(divergence(logits, self.teacher_head(wanted)))
+                totals[1] += float(nn.functional.cross_entropy(logits.float(), following, reduction="sum"))
+        return float(totals[0]) / len(mine), float(totals[1]) / len(mine)
 
     def run(self, progress: Progress) -> Training:
         """Train until the budget is used up, and leave the student as it was at its best on the held-out text.
@@ -127,8 +132,8 @@ class Healer:
             progress("healing", round(1000 * min(done, 1)), 1000, f"step {training.step}")
             if int(done * LOOKS) > int(share * LOOKS) or done >= 1:
                 self._look(training.seconds)
+                training.seconds = before + time.perf_counter() - start  # looking takes time, too
                 self._save()
-                start, before = time.perf_counter(), training.seconds  # looking is not training
         self._restore_best()
         return training
 
@@ -162,10 +167,10 @@ class Healer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _look(self, seconds: float) -> None:
-        divergence, nll = self._held_out()
+        apart, nll = self._held_out()
         training = self.training
         tokens = training.step * self.config.batch * self.config.seq_len
-        training.curve.append(HealingPoint(training.step, tokens, seconds, divergence, nll))
+        training.curve.append(HealingPoint(training.step, tokens, seconds, apart, nll))
         training.best = min(range(len(training.curve)), key=lambda i: training.curve[i].divergence)
         if training.best == len(training.curve) - 1:
             _save({name: p.detach() for name, p in self.student.trained.items()}, self.state / "best.pt")

@@ -1,0 +1,86 @@
+"""`latentfold heal`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from latentfold.convert.choices import TRAINED
+from latentfold.convert.cli.evaluate import evaluate
+from latentfold.convert.cli.options import (
+    FilesCommand,
+    command_line,
+    next_steps,
+    quiet_libraries,
+    token_option,
+    user_errors,
+)
+
+
+@click.command(cls=FilesCommand)
+@click.argument("converted")
+@click.argument("out")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), metavar="M", help="How long; default: 10.")
+@click.option("--steps", type=click.IntRange(1), metavar="N", help="Or how many steps of the optimizer.")
+@click.option("--tokens", type=click.IntRange(1), metavar="N", help="Or how many tokens.")
+@click.option(
+    "--text",
+    multiple=True,
+    metavar="FILE...",
+    help="Text or jsonl files to train on. Default: bundled text. Never use text you will evaluate on.",
+)
+@click.option("--teacher", metavar="MODEL", help="The original, where CONVERTED's record does not lead to it.")
+@click.option("--train", type=click.Choice(TRAINED), default="all", show_default=True, help="Tensors of the layers.")
+@click.option("--seq-len", type=click.IntRange(16), default=1024, show_default=True, help="Tokens of a window.")
+@click.option("--batch-tokens", type=click.IntRange(16), default=1024, show_default=True, help="Tokens of a step.")
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="X",
+    help="Step relative to each tensor's size; default: by how much there is to heal.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the order of the text.")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda, ...; auto: a GPU if any.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16"]),
+    default="auto",
+    show_default=True,
+    help="Of products; auto: the faster one here. Weights are kept in float32.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace what OUT holds, once the new checkpoint is complete.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record of the healing as JSON.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress, no notices.")
+@click.option("--revision", metavar="REV", help="Of the teacher, for a Hub id.")
+@token_option
+@user_errors
+def heal(converted: str, out: str, as_json: bool, quiet: bool, text: tuple[str, ...], **options: Any) -> None:
+    """Train the conversion in CONVERTED on its original's predictions, and write it to OUT.
+
+    A few minutes win back most of what a conversion lost. The part of the text that is never trained on has the last
+    word: what is written is the best that it saw, never something worse than what was given. OUT is the same class,
+    dtype and files as CONVERTED. An interrupted healing continues when the command is repeated.
+
+    \b
+    latentfold heal smollm2-mla smollm2-mla-healed
+    latentfold heal smollm2-mla smollm2-mla-healed --minutes 60 --text mine.txt
+    """
+    quiet_libraries()
+    from dataclasses import asdict
+
+    from latentfold.convert.cli.tables import healing_table
+    from latentfold.convert.heal.config import HealingConfig
+    from latentfold.convert.heal.run import prepare, run
+    from latentfold.convert.progress import shown
+
+    job = prepare(HealingConfig(converted, out, text=text, **options))
+    result = run(job, shown(not quiet))
+    record = result.recipe.healing[-1]
+    if as_json:
+        click.echo(json.dumps(asdict(record), indent=2))
+    else:
+        click.echo(healing_table(record))
+        click.echo(str(result.path))
+    next_steps(command_line(evaluate, {"original": job.teacher.name, "converted": out}))
