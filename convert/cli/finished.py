@@ -39,6 +39,7 @@ def finished(config: ConversionConfig) -> bool:
         asked.sizes,
         asked.calibration,
     ) == (recipe.options, recipe.sizes, recipe.calibration)
+    same &= not recipe.healing
     made = (out / RECIPE).stat().st_mtime_ns
     changed = checkpoint.revision is None and any(when > made for _, when in checkpoint.stamps().values())
     return same and not changed

@@ -7,10 +7,10 @@ Shape legend
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 CHUNK = 1 << 24
 """Logits held at a time: N V."""
@@ -32,22 +32,37 @@ def divergence(student: Tensor, teacher: Tensor) -> Tensor:
 def distillation_loss(student: Tensor, teacher: Tensor, student_head: Head, teacher_head: Head, vocab: int) -> Tensor:
     """Mean over all tokens of KL(teacher || student) in nats (Hinton et al., arXiv:1503.02531, at temperature 1).
 
-    Logits are computed a few tokens at a time, and again on the way back.
+    Logits are computed a few tokens at a time. The gradient of a chunk is taken at once, so that nothing as large as
+    the vocabulary waits for the way back and nothing is computed twice.
 
     Args:
         student: (B, T, D) last hidden states, with a gradient.  teacher: (B, T, D').
-        student_head, teacher_head: hidden states (N, D) to logits (N, V).
+        student_head, teacher_head: hidden states (N, D) to logits (N, V); their weights get no gradient.
         vocab: V.
     """
     rows, targets = student.flatten(0, 1), teacher.flatten(0, 1)
-    size = chunk_size(vocab)
+    loss: Tensor = _Distillation.apply(rows, targets, student_head, teacher_head, chunk_size(vocab))
+    return loss
 
-    def of_chunk(row: Tensor, target: Tensor) -> Tensor:
-        with torch.no_grad():
+
+class _Distillation(torch.autograd.Function):
+    """(N, D) and (N, D') to the mean divergence; its gradient is known when it is."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, targets: Tensor, student_head: Head, teacher_head: Head, size: int) -> Tensor:
+        total, gradient = rows.new_zeros((), dtype=torch.float32), torch.empty_like(rows)
+        for i, (row, target) in enumerate(zip(rows.split(size), targets.split(size), strict=True)):
             wanted = teacher_head(target)
-        return divergence(student_head(row), wanted)
+            with torch.enable_grad():
+                row = row.detach().requires_grad_()
+                found = divergence(student_head(row), wanted)
+                (part,) = torch.autograd.grad(found, row)
+            total += found.detach()
+            gradient[i * size : i * size + len(row)] = part
+        ctx.save_for_backward(gradient / len(rows))
+        return total / len(rows)
 
-    total = rows.new_zeros((), dtype=torch.float32)
-    for row, target in zip(rows.split(size), targets.split(size), strict=True):
-        total = total + checkpoint(of_chunk, row, target, use_reentrant=False)
-    return total / len(rows)
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer[0], None, None, None, None

@@ -20,7 +20,8 @@ from latentfold.convert.formats import growth
 from latentfold.convert.plan.config import ConversionConfig
 from latentfold.convert.targets.kernels import engine_kernels
 from latentfold.convert.targets.registry import TARGETS
-from latentfold.convert.write.recipe import Recipe, fingerprint, read_recipe
+from latentfold.convert.text.documents import DEFAULT_CALIBRATION
+from latentfold.convert.write.recipe import HealingRecord, Recipe, fingerprint, read_recipe
 from latentfold.eval.records import EVALUATION, Evaluation, read_evaluation
 from latentfold.eval.report import plots
 from latentfold.eval.report.formats import one_line, percent, perplexity, ppl, printable, with_error
@@ -207,6 +208,7 @@ def _body(recipe: Recipe, evaluation: Evaluation | None) -> str:
     environment.globals |= {
         "with_error": with_error,
         "per_layer": lambda values: f"{values / len(recipe.sizes):g}",
+        "heal_command": heal_command,
     }
     parameters = recipe.parameters
     body = (
@@ -251,6 +253,16 @@ def convert_command(recipe: Recipe) -> str:
         for each in value if isinstance(value, tuple) else (value,):
             words += [f"--{option.replace('_', '-')}", str(each)]
     return shlex.join(words)
+
+
+def heal_command(record: HealingRecord) -> str:
+    """The command that heals a conversion in CONVERTED so again; texts by their files' names."""
+    bundled = all(text.startswith(DEFAULT_CALIBRATION) for text in record.texts)
+    budget = ["--minutes", f"{record.minutes:g}"] if record.minutes else ["--steps", str(record.curve[-1].step)]
+    words = ["latentfold", "heal", "CONVERTED", "OUT", *budget]
+    words += ["--train", record.train, "--seq-len", str(record.seq_len), "--batch-tokens", str(record.batch_tokens)]
+    words += ["--rate", f"{record.rate:.3g}", "--seed", str(record.seed), "--dtype", record.dtype]
+    return shlex.join([*words, *([] if bundled else ["--text", *map(_basename, record.texts)])])
 
 
 def _python(source: str, options: dict[str, Any]) -> str:

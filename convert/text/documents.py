@@ -23,7 +23,7 @@ class Document:
 
 
 def default_calibration() -> list[Document]:
-    """The text bundled with the package (convert/data/README.md says what it is and under which licence)."""
+    """The text bundled with the package (convert/text/data/README.md says what it is and under which licence)."""
     folder = resources.files(__package__) / "data"
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".txt")), key=lambda f: f.name)
     return [Document(f"{DEFAULT_CALIBRATION}: {f.name}", f.read_text(encoding="utf-8")) for f in files]

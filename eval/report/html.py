@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from latentfold.convert.formats import size
-from latentfold.convert.write.recipe import Change, Recipe
+from latentfold.convert.write.recipe import Change, HealingRecord, Recipe
 from latentfold.eval.records import Continuation, Evaluation
 from latentfold.eval.report import formats, plots, verdict
 
@@ -115,7 +115,17 @@ def conversion_facts(recipe: Recipe) -> list[tuple[str, str]]:
             ("Residual scale", recipe.residual_scale),
             ("Rope", _joined([f"{name} {value}" for name, value in recipe.ladder.rope_parameters.items()])),
             ("latentfold", recipe.latentfold),
+            *(("Healed", _healing(record)) for record in recipe.healing),
         ]
+    )
+
+
+def _healing(record: HealingRecord) -> str:
+    """What a training did to held-out text."""
+    first, best = record.curve[0], record.curve[record.best]
+    return (
+        f"{best.tokens:,} tokens in {best.seconds / 60:.1f} minutes ({record.train}): KL from the original on held-out "
+        f"text {first.divergence:.4f} → {best.divergence:.4f}"
     )
 
 

@@ -19,9 +19,9 @@ from latentfold.convert import InputError, LayerSize, convert_checkpoint
 from latentfold.convert.cli import main
 from latentfold.convert.formats import growth
 from latentfold.convert.plan.config import ConversionConfig
-from latentfold.convert.publish.card import BEGIN, END, FIGURES, convert_command, render_card, write_card
+from latentfold.convert.publish.card import BEGIN, END, FIGURES, convert_command, heal_command, render_card, write_card
 from latentfold.convert.targets.registry import TARGETS
-from latentfold.convert.write.recipe import RECIPE, Change, Recipe, fingerprint
+from latentfold.convert.write.recipe import RECIPE, Change, HealingPoint, HealingRecord, Recipe, fingerprint
 from latentfold.eval.records import EVALUATION, Evaluation
 from tests import recipes
 from tests.conftest import MakeModel
@@ -294,3 +294,27 @@ def test_not_a_converted_folder(tmp_path: Path) -> None:
         result = CliRunner().invoke(main, ["card", str(folder)])
         assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_healed_model_says_so() -> None:
+    """What was trained, what held-out text said of it, and the command; nothing claims that nothing was trained."""
+    curve = (HealingPoint(0, 0, 0.0, 0.4, 3.5), HealingPoint(20, 20480, 100.0, 0.2, 3.3))
+    texts = ("/home/me/mine.txt",)
+    record = HealingRecord(
+        "0.1.0", {}, "m", None, texts, "a" * 64, 1024, 2048, "all", 1e-3, 7, "float32", None, curve, 1
+    )
+    text = render_card(replace(recipes.RECIPE, healing=(record,)), None, None)
+    assert "then trained on the original's predictions" in text and "Nothing was trained" not in text
+    assert "| 20 (kept) | 1.7 | 0.2000 | 3.3000 |" in text and "without any training" not in text
+    words = shlex.split(heal_command(record))
+    found = main.commands["heal"].make_context("heal", words[2:]).params
+    assert {name: found[name] for name in ("steps", "train", "seq_len", "batch_tokens", "rate", "seed", "dtype")} == {
+        "steps": 20,
+        "train": "all",
+        "seq_len": 1024,
+        "batch_tokens": 2048,
+        "rate": 1e-3,
+        "seed": 7,
+        "dtype": "float32",
+    }
+    assert found["text"] == ("mine.txt",) and "/home/me" not in text
