@@ -148,7 +148,7 @@ def _run(job: HealingJob, progress: Progress) -> HealingResult:
     dtype = next(iter(writer.tensors.values())).dtype
     changed = student.stored(dtype) if training.best else {}  # where nothing was gained, the very same weights
     for name in writer.tensors:
-        writer.write(name, {name: changed.get(name, job.converted.tensor(name))})
+        writer.write(name, {name: changed[name] if name in changed else job.converted.tensor(name)})
     writer.write_index()
     recipe = _recorded(job, writer, student, training)
     writer.remove(STATE)
