@@ -33,7 +33,7 @@ class LatentAttention:
         scale: softmax scale that the target has to apply.
         source: the layer it was made from, for what stays as it was.
         predicted_error: relative squared error of the attention output expected from the statistics, split into
-            `rope`, `key` and `value`; `refit.refit_output` adds `output`, found on samples left out.
+            `rope`, `key` and `value`; `factorize.output.refit_output` adds `output`, found on samples left out.
     """
 
     latent: Tensor

@@ -30,7 +30,7 @@ def choose_pools(heads: int, kv_heads: int, width: int, budget: int = MOMENT_BUD
 
 
 class RopeAccumulator:
-    """Streams what `rope.fit_slots` needs: distances, query power and pooled pair moments."""
+    """Streams what `fit_slots` (factorize/rope.py) needs: distances, query power and pooled pair moments."""
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int, length: int, device: torch.device) -> None:
         def zeros(*shape: int) -> Tensor:
@@ -124,7 +124,7 @@ class LatentAccumulator:
         self.output_power += s.output_power
 
     def result(self) -> tuple[RopeStatistics, LatentStatistics]:
-        """What `rope.fit_slots` and `factorize.factorize` need."""
+        """What `fit_slots` and `factorize` need (factorize/)."""
         w, samples = self.weights, self.rope.samples
         kv_heads, head_dim, _ = w.k.shape
         size, hidden = kv_heads * head_dim, w.k.shape[-1] - w.has_bias

@@ -30,7 +30,7 @@ class Ladder(Protocol):
 
     @property
     def data(self) -> Any:
-        """What `Target.ladder` makes it from again; survives JSON."""
+        """What `Conversion.ladder` makes it from again; survives JSON."""
 
 
 class Copied(NamedTuple):
