@@ -11,23 +11,27 @@ from latentfold.convert.choices import TRAINED
 from latentfold.convert.cli.evaluate import evaluate
 from latentfold.convert.cli.options import (
     FilesCommand,
+    Folder,
     command_line,
+    device_option,
     next_steps,
     quiet_libraries,
+    quiet_option,
     token_option,
     user_errors,
 )
 
 
 @click.command(cls=FilesCommand)
-@click.argument("converted")
-@click.argument("out")
+@click.argument("converted", type=Folder())
+@click.argument("out", type=Folder())
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), metavar="M", help="How long; default: 10.")
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Or how many steps of the optimizer.")
 @click.option("--tokens", type=click.IntRange(1), metavar="N", help="Or how many tokens.")
 @click.option(
     "--text",
     multiple=True,
+    type=click.Path(exists=True, dir_okay=False),
     metavar="FILE...",
     help="Text or jsonl files to train on. Default: bundled text. Never use text you will evaluate on.",
 )
@@ -42,7 +46,7 @@ from latentfold.convert.cli.options import (
     help="Step relative to each tensor's size; default: by how much there is to heal.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the order of the text.")
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda, ...; auto: a GPU if any.")
+@device_option
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16"]),
@@ -52,7 +56,7 @@ from latentfold.convert.cli.options import (
 )
 @click.option("--overwrite", is_flag=True, help="Replace what OUT holds, once the new checkpoint is complete.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record of the healing as JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress, no notices.")
+@quiet_option
 @click.option("--revision", metavar="REV", help="Of the teacher, for a Hub id.")
 @token_option
 @user_errors
