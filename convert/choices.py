@@ -10,3 +10,6 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 TRAINED = ("attention", "norms", "all")
 """Which tensors of the layers healing trains."""
+
+PRODUCTS = ("float32", "bfloat16")
+"""What healing multiplies in; float16 would need its losses scaled."""

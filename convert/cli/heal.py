@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from latentfold.convert.choices import TRAINED
+from latentfold.convert.choices import PRODUCTS, TRAINED
 from latentfold.convert.cli.evaluate import evaluate
 from latentfold.convert.cli.options import (
     FilesCommand,
@@ -49,7 +49,7 @@ from latentfold.convert.cli.options import (
 @device_option
 @click.option(
     "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16"]),
+    type=click.Choice(["auto", *PRODUCTS]),
     default="auto",
     show_default=True,
     help="Of products; auto: the faster one here. Weights are kept in float32.",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from latentfold.convert.choices import TRAINED
+from latentfold.convert.choices import PRODUCTS, TRAINED
 from latentfold.convert.errors import InputError
 from latentfold.convert.model.devices import resolve_device
 
@@ -67,7 +67,7 @@ class HealingConfig:
             raise InputError(f"batch_tokens {self.batch_tokens}: expected at least one window, seq_len {self.seq_len}")
         for name, value, choices in (
             ("train", self.train, TRAINED),
-            ("dtype", self.dtype, ("auto", "float32", "bfloat16")),
+            ("dtype", self.dtype, ("auto", *PRODUCTS)),
         ):
             if value not in choices:
                 raise InputError(f"{name} {value}: expected {', '.join(choices[:-1])} or {choices[-1]}")
