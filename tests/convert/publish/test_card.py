@@ -296,7 +296,7 @@ def test_not_a_converted_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_healed_model_says_so() -> None:
+def test_a_healed_model_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was trained, what held-out text said of it, and the command; nothing claims that nothing was trained."""
     curve = (HealingPoint(0, 0, 0.0, 0.4, 3.5), HealingPoint(20, 20480, 100.0, 0.2, 3.3))
     texts = ("/home/me/mine.txt",)
@@ -306,6 +306,8 @@ def test_a_healed_model_says_so() -> None:
     text = render_card(replace(recipes.RECIPE, healing=(record,)), None, None)
     assert "then trained on the original's predictions" in text and "Nothing was trained" not in text
     assert "| 20 (kept) | 1.7 | 0.2000 | 3.3000 |" in text and "without any training" not in text
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text("mine")
     words = shlex.split(heal_command(record))
     found = main.commands["heal"].make_context("heal", words[2:]).params
     assert {name: found[name] for name in ("steps", "train", "seq_len", "batch_tokens", "rate", "seed", "dtype")} == {
