@@ -10,15 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from latentfold.convert.errors import InputError
 from latentfold.convert.families.registry import attention_name
-from latentfold.convert.model.heads import ATTENTION
 from latentfold.convert.model.streamed import find_layers
-from latentfold.convert.model.whole import is_out_of_memory
-from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.targets.registry import TargetEntry
 
 WORTH = 1.3
@@ -60,21 +55,6 @@ def fastest(device: torch.device, width: int) -> torch.dtype:
         return best
 
     return torch.bfloat16 if seconds(torch.float32) > WORTH * seconds(torch.bfloat16) else torch.float32
-
-
-def load_whole(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
-    """A model in memory.
-
-    Raises:
-        InputError: it does not fit.
-    """
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype, attn_implementation=ATTENTION)
-        return model.to(device).eval()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise InputError(f"{checkpoint.name}: its weights do not fit in the memory of {device}") from error
 
 
 def hidden_and_head(model: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:

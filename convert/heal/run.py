@@ -15,10 +15,12 @@ from latentfold.convert.dtypes import STORED, dtype_name
 from latentfold.convert.errors import InputError
 from latentfold.convert.files import public_name
 from latentfold.convert.heal.config import HealingConfig
-from latentfold.convert.heal.models import Arithmetic, Student, fastest, load_whole
+from latentfold.convert.heal.models import Arithmetic, Student, fastest
 from latentfold.convert.heal.text import HealingText, healing_text
 from latentfold.convert.heal.train import Healer, Training
+from latentfold.convert.model.heads import ATTENTION
 from latentfold.convert.model.streamed import StreamedModel
+from latentfold.convert.model.whole import load
 from latentfold.convert.progress import Progress
 from latentfold.convert.publish.files import check_files
 from latentfold.convert.source.checkpoint import Checkpoint
@@ -182,10 +184,9 @@ def _writer(job: HealingJob) -> CheckpointWriter:
 def _trained(job: HealingJob, state: Path, progress: Progress) -> tuple[Student, Training]:
     """The student as it was at its best, and how it came there."""
     device = job.arithmetic.device
-    teacher = load_whole(job.teacher, job.arithmetic.dtype, device)
-    student = Student(
-        load_whole(job.converted, torch.float32, device), TARGETS[job.recipe.options.target], job.config.train
-    )
+    teacher = load(job.teacher, job.arithmetic.dtype, device, attn_implementation=ATTENTION)
+    model = load(job.converted, torch.float32, device, attn_implementation=ATTENTION)
+    student = Student(model, TARGETS[job.recipe.options.target], job.config.train)
     healer = Healer(job.config, teacher, student, job.text, job.arithmetic, state)
     return student, healer.run(progress)
 

@@ -20,6 +20,21 @@ class InFolder(Protocol):
     name: str
 
 
+def load(checkpoint: InFolder, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
+    """The model with its weights; `options` are of `from_pretrained`.
+
+    Raises:
+        InputError: the weights do not fit in the device's memory.
+    """
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype, **options)
+        return model.to(device).eval()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(f"{checkpoint.name}: its weights do not fit in the memory of {device}") from error
+
+
 @contextmanager
 def loaded(checkpoint: InFolder, dtype: torch.dtype, device: torch.device) -> Iterator[Any]:
     """The model with its weights, for the length of the block, so that two models need not be in memory at once.
@@ -27,13 +42,7 @@ def loaded(checkpoint: InFolder, dtype: torch.dtype, device: torch.device) -> It
     Raises:
         InputError: the weights do not fit in the device's memory.
     """
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype)
-        model.to(device).eval()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise InputError(f"{checkpoint.name}: its weights do not fit in the memory of {device}") from error
+    model = load(checkpoint, dtype, device)
     try:
         yield model
     finally:

@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 from latentfold.convert import InputError, convert_checkpoint, heal_checkpoint, read_recipe
 from latentfold.convert.cli import main
 from latentfold.convert.heal.distill import distillation_loss, divergence
-from latentfold.convert.heal.models import Student, hidden_and_head, load_whole
+from latentfold.convert.heal.models import Student, hidden_and_head
 from latentfold.convert.heal.text import healing_text
 from latentfold.convert.heal.train import Healer
+from latentfold.convert.model import whole
+from latentfold.convert.model.heads import ATTENTION
 from latentfold.convert.publish.files import check_files
 from latentfold.convert.source.opening import open_checkpoint
 from latentfold.convert.targets.registry import TARGETS
@@ -73,7 +75,8 @@ def test_opened_and_closed_it_is_the_same_model(name: str, tmp_path: Path, optio
     engine = {"engine": "transformers"} if name == "qwen2" else {}
     out = converted(save_family(tmp_path / "source", name), tmp_path / "out", options, target=target, **engine)
     checkpoint = open_checkpoint(out)
-    student = Student(load_whole(checkpoint, torch.float32, torch.device("cpu")), TARGETS[target], "all")
+    model = whole.load(checkpoint, torch.float32, torch.device("cpu"), attn_implementation=ATTENTION)
+    student = Student(model, TARGETS[target], "all")
     tokens = random_tokens(2)
     hidden, head = hidden_and_head(student.model)
     with torch.no_grad():
