@@ -8,7 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from latentfold.convert.dtypes import STORED, dtype_name
@@ -34,7 +33,7 @@ from latentfold.convert.verify.reloaded import probe_of, reloaded_logits
 from latentfold.convert.verify.written import LAYOUT_TOLERANCE
 from latentfold.convert.write.output import check_output, check_space, locked_output
 from latentfold.convert.write.recipe import RECIPE, HealingRecord, Recipe, read_recipe
-from latentfold.convert.write.tensors import TensorPlan
+from latentfold.convert.write.tensors import TensorPlan, into_files
 from latentfold.convert.write.writer import CheckpointWriter
 from latentfold.eval.inputs import check_original, refuse_evaluation_text, with_weights
 
@@ -172,12 +171,7 @@ def _writer(job: HealingJob) -> CheckpointWriter:
         "dtype": dtype_name(job.arithmetic.dtype),
     }
     tensors = {name: TensorPlan(h.shape, STORED[h.dtype]) for name, h in job.converted.headers.items()}
-    shards = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=recipe.options.max_shard_size,
-    )
+    shards = into_files(tensors, recipe.options.max_shard_size)
     return CheckpointWriter(config.output_path, tensors, shards, key, overwrite=config.overwrite)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
+from huggingface_hub import StateDictSplit
 
 from latentfold.convert.attention.sizes import LayerSize
 from latentfold.convert.dtypes import DTYPES, dtype_name
@@ -22,7 +22,7 @@ from latentfold.convert.source.config import read_config
 from latentfold.convert.targets.registry import TARGETS, TargetEntry
 from latentfold.convert.targets.target import Conversion
 from latentfold.convert.text.windows import DEFAULT_WINDOW
-from latentfold.convert.write.tensors import TensorPlan
+from latentfold.convert.write.tensors import TensorPlan, into_files
 
 SAVING_WORTH = 0.9
 """A result that caches more than this share of the source's values earns a warning."""
@@ -184,11 +184,6 @@ def _split(tensors: dict[str, TensorPlan], max_shard_size: str) -> StateDictSpli
     try:
         if max_shard_size.strip().startswith(("-", "0")):
             raise ValueError("not positive")
-        return split_state_dict_into_shards_factory(
-            tensors,
-            get_storage_size=lambda tensor: tensor.nbytes,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
+        return into_files(tensors, max_shard_size)
     except ValueError as error:
         raise InputError(f"max_shard_size {max_shard_size}: expected a size such as 5GB or 500MB") from error
