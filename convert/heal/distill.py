@@ -1,7 +1,7 @@
 """How far a student's predictions are from its teacher's, without ever holding all logits.
 
 Shape legend
-    B  windows    T  tokens of a window    N  B T, or a chunk of it    D, D'  hidden sizes    V  vocabulary
+    B  windows    T  tokens of a window    N  B T, or a part of it    D, D'  hidden sizes    V  vocabulary
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 24
-"""Logits held at a time: N V."""
+"""Logits held at a time, N V: as many as make the products with the vocabulary fast."""
+BLOCK = 1 << 20
+"""Logits compared at a time: as many as stay in a processor's cache."""
 
 Head = Callable[[Tensor], Tensor]
 
@@ -23,10 +25,23 @@ def chunk_size(vocab: int) -> int:
     return max(1, CHUNK // vocab)
 
 
-def divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Sum over N of KL(teacher || student) in nats; logits (N, V)."""
-    target = teacher.float().log_softmax(-1)
-    return (target.exp() * (target - student.float().log_softmax(-1))).sum()
+def divergence(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over N of KL(teacher || student) in nats, and its gradient in the student's logits; logits (N, V).
+
+    With p the teacher's and q the student's probabilities the gradient is q - p.
+
+    Returns:
+        () in float32, and (N, V) in the dtype of the student's logits.
+    """
+    total, gradient = student.new_zeros((), dtype=torch.float32), torch.empty_like(student)
+    size = max(1, BLOCK // student.shape[-1])
+    for mine, wanted, out in zip(student.split(size), teacher.split(size), gradient.split(size), strict=True):
+        log_p = wanted.log_softmax(-1, dtype=torch.float32)
+        log_q = mine.log_softmax(-1, dtype=torch.float32)
+        p = log_p.exp()
+        total += torch.dot(p.flatten(), log_p.sub_(log_q).flatten())
+        out.copy_(log_q.exp_().sub_(p))
+    return total, gradient
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, student_head: Head, teacher_head: Head, vocab: int) -> Tensor:
@@ -51,15 +66,15 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, targets: Tensor, student_head: Head, teacher_head: Head, size: int) -> Tensor:
         total, gradient = rows.new_zeros((), dtype=torch.float32), torch.empty_like(rows)
-        for i, (row, target) in enumerate(zip(rows.split(size), targets.split(size), strict=True)):
+        for row, target, out in zip(rows.split(size), targets.split(size), gradient.split(size), strict=True):
             wanted = teacher_head(target)
             with torch.enable_grad():
                 row = row.detach().requires_grad_()
-                found = divergence(student_head(row), wanted)
-                (part,) = torch.autograd.grad(found, row)
-            total += found.detach()
-            gradient[i * size : i * size + len(row)] = part
-        ctx.save_for_backward(gradient / len(rows))
+                logits = student_head(row)
+            found, outer = divergence(logits.detach(), wanted)
+            out.copy_(torch.autograd.grad(logits, row, outer)[0])
+            total += found
+        ctx.save_for_backward(gradient.div_(len(rows)))
         return total / len(rows)
 
     @staticmethod

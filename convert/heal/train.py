@@ -106,7 +106,7 @@ class Healer:
                 mine.split(size), target.split(size), tokens[0, 1:].split(size), strict=True
             ):
                 logits = self.head(rows)
-                totals[0] += float(divergence(logits, self.teacher_head(wanted)))
+                totals[0] += float(divergence(logits, self.teacher_head(wanted))[0])
                 totals[1] += float(nn.functional.cross_entropy(logits.float(), following, reduction="sum"))
         return float(totals[0]) / len(mine), float(totals[1]) / len(mine)
 
