@@ -268,6 +268,8 @@ def heal_checkpoint(
     train: str = "all",
     rate: float | None = None,
     seed: int = 0,
+    recompute: str = "half",
+    cache_teacher: bool = False,
     device: str = "auto",
     dtype: str = "auto",
     overwrite: bool = False,
@@ -285,8 +287,12 @@ def heal_checkpoint(
         train: "attention" alone, attention and "norms", or "all" tensors of the layers.
         rate: step of the optimizer relative to each tensor's size; None: chosen by how much there is to heal.
         seed: of the order of the text.
+        recompute: of which layers the inner results are computed again on the way back instead of being kept: "none",
+            "half", "all"; the more, the slower and the less memory.
+        cache_teacher: compute the original's predictions once, layer by layer, and keep the likeliest tokens' on disk,
+            so that the original needs no memory and every epoch but the first no time; all epochs are then alike.
         device: torch device, or "auto".
-        dtype: of products: "float32", "bfloat16", or "auto", the faster one here; weights are kept in float32.
+        dtype: of products: "float32", "bfloat16", or "auto", the faster one here; what is trained is kept in float32.
         overwrite: replace what `output` holds, once the new checkpoint is complete.
         progress: show a bar, or tell a function of your own.
 
@@ -314,6 +320,8 @@ def heal_checkpoint(
         train=train,
         rate=rate,
         seed=seed,
+        recompute=recompute,
+        cache_teacher=cache_teacher,
         device=device,
         dtype=dtype,
         overwrite=overwrite,

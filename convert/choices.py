@@ -13,3 +13,6 @@ TRAINED = ("attention", "norms", "all")
 
 PRODUCTS = ("float32", "bfloat16")
 """What healing multiplies in; float16 would need its losses scaled."""
+
+RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0}
+"""Of which share of the layers healing computes inner results twice instead of keeping them."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +35,24 @@ def public_name(name: str) -> str:
     return scheme + (Path(path).name if os.path.isabs(path) else path)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file so that readers see the old content or the new, never a part."""
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A file to write in the block and that becomes `path` at its end: readers see the old content or the new."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield temporary
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file so that readers see the old content or the new, never a part."""
+    with replaced(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def sha256(path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from latentfold.convert.choices import PRODUCTS, TRAINED
+from latentfold.convert.choices import PRODUCTS, RECOMPUTED, TRAINED
 from latentfold.convert.cli.evaluate import evaluate
 from latentfold.convert.cli.options import (
     FilesCommand,
@@ -46,6 +46,19 @@ from latentfold.convert.cli.options import (
     help="Step relative to each tensor's size; default: by how much there is to heal.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the order of the text.")
+@click.option(
+    "--recompute",
+    type=click.Choice(list(RECOMPUTED)),
+    default="half",
+    show_default=True,
+    help="Layers whose inner results are computed twice instead of being kept: less memory, more time.",
+)
+@click.option(
+    "--cache-teacher",
+    is_flag=True,
+    help="Run the original once, layer by layer, and keep its likeliest tokens on disk: for originals that do not fit "
+    "beside the conversion, and for many epochs.",
+)
 @device_option
 @click.option(
     "--dtype",

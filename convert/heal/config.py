@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from latentfold.convert.choices import PRODUCTS, TRAINED
+from latentfold.convert.choices import PRODUCTS, RECOMPUTED, TRAINED
 from latentfold.convert.errors import InputError
 from latentfold.convert.model.devices import resolve_device
 
@@ -30,8 +30,12 @@ class HealingConfig:
         train: "attention" alone, attention and "norms", or "all" tensors of the layers.
         rate: step of the optimizer relative to each tensor's size; None: chosen by how much there is to heal.
         seed: of the order of the text.
+        recompute: of which layers the inner results are computed again on the way back instead of being kept: "none",
+            "half", "all"; the more, the slower and the less memory.
+        cache_teacher: compute the original's predictions once, layer by layer, and keep the likeliest tokens' on disk,
+            so that the original needs no memory and every epoch but the first no time; all epochs are then alike.
         device: torch device, or "auto".
-        dtype: of products: "float32", "bfloat16", or "auto", the faster one here; weights are kept in float32.
+        dtype: of products: "float32", "bfloat16", or "auto", the faster one here; what is trained is kept in float32.
         overwrite: replace what `output` holds, once the new checkpoint is complete.
     """
 
@@ -49,6 +53,8 @@ class HealingConfig:
     train: str = "all"
     rate: float | None = None
     seed: int = 0
+    recompute: str = "half"
+    cache_teacher: bool = False
     device: str = "auto"
     dtype: str = "auto"
     overwrite: bool = False
@@ -68,6 +74,7 @@ class HealingConfig:
         for name, value, choices in (
             ("train", self.train, TRAINED),
             ("dtype", self.dtype, ("auto", *PRODUCTS)),
+            ("recompute", self.recompute, tuple(RECOMPUTED)),
         ):
             if value not in choices:
                 raise InputError(f"{name} {value}: expected {', '.join(choices[:-1])} or {choices[-1]}")

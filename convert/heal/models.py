@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.core_model_loading import revert_weight_conversion
 
 from latentfold.convert.families.registry import attention_name
@@ -91,6 +93,11 @@ class _Answer(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)
 
 
+def _in_float32(_: nn.Module, __: Any, embedded: Tensor) -> Tensor:
+    """The hidden states that all layers add to keep float32, whatever the embedding is kept in."""
+    return embedded.float()
+
+
 class Student:
     """A conversion that can be trained.
 
@@ -98,12 +105,16 @@ class Student:
         model: the whole model in float32.
         target: what it is written as.
         train: which tensors of the layers are trained: "attention", "norms", "all".
+        frozen: dtype to keep all other matrices in.
+        recompute: share of the layers whose inner results are computed again on the way back instead of being kept.
 
     Attributes:
         trained: parameters by name.
     """
 
-    def __init__(self, model: Any, target: TargetEntry, train: str) -> None:
+    def __init__(
+        self, model: Any, target: TargetEntry, train: str, frozen: torch.dtype = torch.float32, recompute: float = 0.0
+    ) -> None:
         self.model, self.target = model, target
         target.training.open_for_training(model)
         self.layers_name, self.layers = find_layers(model)
@@ -113,6 +124,12 @@ class Student:
             parameter.requires_grad_(self._chosen(name, train))
             if parameter.requires_grad:
                 self.trained[name] = parameter
+            elif parameter.dim() > 1:
+                parameter.data = parameter.data.to(frozen)
+        model.get_input_embeddings().register_forward_hook(_in_float32)
+        for index, layer in enumerate(self.layers):
+            if int((index + 1) * recompute) > int(index * recompute):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
     def _chosen(self, name: str, train: str) -> bool:
         if not name.startswith(self.layers_name + "."):

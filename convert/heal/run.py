@@ -10,17 +10,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from latentfold.convert.choices import RECOMPUTED
 from latentfold.convert.dtypes import STORED, dtype_name
 from latentfold.convert.errors import InputError
 from latentfold.convert.files import public_name
 from latentfold.convert.heal.config import HealingConfig
 from latentfold.convert.heal.models import Arithmetic, Student, fastest
+from latentfold.convert.heal.processes import Processes, launched, local_device
+from latentfold.convert.heal.teacher import Beside, Recorded, Teacher, record
 from latentfold.convert.heal.text import HealingText, healing_text
 from latentfold.convert.heal.train import Healer, Training
 from latentfold.convert.model.heads import ATTENTION
 from latentfold.convert.model.streamed import StreamedModel
 from latentfold.convert.model.whole import load
-from latentfold.convert.progress import Progress
+from latentfold.convert.progress import Progress, silent
 from latentfold.convert.publish.files import check_files
 from latentfold.convert.source.checkpoint import Checkpoint
 from latentfold.convert.source.config import max_positions, read_config
@@ -125,29 +128,48 @@ def _teacher(config: HealingConfig, recipe: Recipe) -> Checkpoint:
 def run(job: HealingJob, progress: Progress) -> HealingResult:
     """Do the work of a prepared healing; continues an interrupted one of the same options.
 
+    Where several processes were launched, each calls this with the same options; the first of them reads and writes
+    the state and the checkpoint.
+
     Raises:
         InputError: another run holds the output, there is no room for it, or the losses are not finite.
         RuntimeError: the written checkpoint does not compute what was trained; nothing is left looking finished.
     """
     config, folder = job.config, job.converted.folder
     needed = [folder, *(Path(file) for file in config.text)]
-    with locked_output(config.output_path, folder, overwrite=config.overwrite, needed=needed):
-        return _run(job, progress)
+    with launched(job.arithmetic.device) as processes:
+        if config.batch % processes.count:
+            raise InputError(
+                f"batch_tokens {config.batch_tokens}: expected a multiple of {processes.count} windows of "
+                f"{config.seq_len} tokens, one or more for each process"
+            )
+        if processes.first:
+            with locked_output(config.output_path, folder, overwrite=config.overwrite, needed=needed):
+                _run(job, processes, progress)
+        elif not processes.shared(False):
+            state = processes.shared(None)
+            assert state is not None
+            _trained(job, state, processes, silent)
+        processes.wait()
+    return HealingResult(config.output_path, read_recipe(config.output_path))
 
 
-def _run(job: HealingJob, progress: Progress) -> HealingResult:
-    config, folder = job.config, job.converted.folder
-    writer = _writer(job)
+def _run(job: HealingJob, processes: Processes, progress: Progress) -> None:
+    """What the first process does."""
+    folder, writer = job.converted.folder, _writer(job)
+    processes.shared(writer.moving)
     if writer.moving:
         writer.finish()
-        return HealingResult(config.output_path, read_recipe(config.output_path))
+        return
     state = writer.folder / STATE
     state.mkdir(exist_ok=True)
-    student, training = _trained(job, state, progress)
+    processes.shared(state)
+    student, training = _trained(job, state, processes, progress)
     small = [name for name in job.recipe.files if not name.endswith((".safetensors", ".index.json"))]
     writer.copy({name: folder / name for name in small})
-    dtype = next(iter(writer.tensors.values())).dtype
-    changed = student.stored(dtype) if training.best else {}  # where nothing was gained, the very same weights
+    changed = (
+        student.stored(job.converted.dtype) if training.best else {}
+    )  # where nothing was gained, the very same weights
     for name in writer.tensors:
         writer.write(name, {name: changed[name] if name in changed else job.converted.tensor(name)})
     writer.write_index()
@@ -156,7 +178,6 @@ def _run(job: HealingJob, progress: Progress) -> HealingResult:
     recipe = replace(recipe, files=writer.hashes())
     writer.write_text(RECIPE, json.dumps(recipe.to_dict(), indent=2) + "\n")
     writer.finish()
-    return HealingResult(config.output_path, recipe)
 
 
 def _writer(job: HealingJob) -> CheckpointWriter:
@@ -175,14 +196,38 @@ def _writer(job: HealingJob) -> CheckpointWriter:
     return CheckpointWriter(config.output_path, tensors, shards, key, overwrite=config.overwrite)
 
 
-def _trained(job: HealingJob, state: Path, progress: Progress) -> tuple[Student, Training]:
+def _trained(job: HealingJob, state: Path, processes: Processes, progress: Progress) -> tuple[Student, Training]:
     """The student as it was at its best, and how it came there."""
-    device = job.arithmetic.device
-    teacher = load(job.teacher, job.arithmetic.dtype, device, attn_implementation=ATTENTION)
-    model = load(job.converted, torch.float32, device, attn_implementation=ATTENTION)
-    student = Student(model, TARGETS[job.recipe.options.target], job.config.train)
-    healer = Healer(job.config, teacher, student, job.text, job.arithmetic, state)
+    config = job.config
+    dtype = processes.shared(job.arithmetic.dtype)
+    assert dtype is not None
+    arithmetic = Arithmetic(local_device(job.arithmetic.device), dtype)
+    teacher = _predictions(job, arithmetic, state, processes, progress)
+    model = load(job.converted, torch.float32, torch.device("cpu"), attn_implementation=ATTENTION)
+    # what is not trained stays as it is stored, so that it loses nothing
+    frozen = torch.float32 if dtype == torch.float32 else job.converted.dtype
+    share = RECOMPUTED[config.recompute]
+    student = Student(model, TARGETS[job.recipe.options.target], config.train, frozen=frozen, recompute=share)
+    model.to(arithmetic.device)  # a GPU never holds all of it in float32
+    healer = Healer(config, teacher, student, job.text, arithmetic, state, processes)
     return student, healer.run(progress)
+
+
+def _predictions(
+    job: HealingJob, arithmetic: Arithmetic, state: Path, processes: Processes, progress: Progress
+) -> Teacher:
+    """The original beside the student, or what it predicts for all windows of an epoch, on disk."""
+    config = job.config
+    if not config.cache_teacher:
+        return Beside(load(job.teacher, arithmetic.dtype, arithmetic.device, attn_implementation=ATTENTION), arithmetic)
+    folder = state / "original"
+    if processes.first:
+        windows = job.text.epoch(config.seq_len, config.seed)
+        needed = len(windows) if config.max_steps is None else min(len(windows), config.max_steps * config.batch)
+        model = StreamedModel(job.teacher, read_config(job.teacher), arithmetic.dtype, arithmetic.device)
+        record(model, [*job.text.held_windows(), *windows[:needed]], folder, progress)
+    processes.wait()
+    return Recorded(folder, arithmetic.device)
 
 
 def _recorded(job: HealingJob, writer: CheckpointWriter, student: Student, training: Training) -> Recipe:
@@ -194,10 +239,11 @@ def _recorded(job: HealingJob, writer: CheckpointWriter, student: Student, train
     config, recipe = job.config, job.recipe
     tokens = torch.tensor([recipe.check.probe.tokens])
     found = reloaded_logits(writer.folder, tokens, job.arithmetic.device)
+    student.model.float()
     with torch.no_grad():
         expected: Tensor = student.model(tokens.to(job.arithmetic.device), use_cache=False).logits
     difference = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
-    dtype = next(iter(writer.tensors.values())).dtype
+    dtype = job.converted.dtype
     if not difference <= LAYOUT_TOLERANCE[dtype]:
         raise RuntimeError(
             f"{writer.out}: the written checkpoint's logits differ from the trained model's by {difference:.1e} "

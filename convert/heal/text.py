@@ -24,6 +24,19 @@ HELD_WINDOWS = 8
 
 
 @dataclass(frozen=True)
+class Window:
+    """Tokens that are trained on together.
+
+    Attributes:
+        place: which text, and at which of its tokens; texts count from 0, what is held out is text -1.
+        tokens: (T,).
+    """
+
+    place: tuple[int, int]
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
 class HealingText:
     """Tokens to train on and tokens that are never trained on.
 
@@ -41,25 +54,33 @@ class HealingText:
     sources: tuple[str, ...]
     sha256: str
 
-    def windows(self, length: int, seed: int, begin: int = 0) -> Iterator[Tensor]:
-        """Windows (T,) without end: every text once, in windows from a random start, shuffled; then again.
+    def held_windows(self) -> list[Window]:
+        """What is never trained on."""
+        return [Window((-1, k), tokens) for k, tokens in enumerate(self.held)]
+
+    def epoch(self, length: int, seed: int) -> list[Window]:
+        """Every text once, in windows from a random start, shuffled."""
+        generator = torch.Generator().manual_seed(seed)
+        body = length - len(self.lead)
+        found = []
+        for k, stream in enumerate(self.streams):
+            first = int(torch.randint(max(1, min(body, len(stream) - body + 1)), (1,), generator=generator))
+            for start in range(first, len(stream) - body + 1, body):
+                found.append(Window((k, start), torch.cat([self.lead, stream[start : start + body]])))
+        return [found[i] for i in torch.randperm(len(found), generator=generator).tolist()]
+
+    def windows(self, length: int, seed: int, begin: int = 0, *, same: bool = False) -> Iterator[Window]:
+        """Epochs without end.
 
         Args:
             begin: windows to pass over, as an interrupted run has seen them.
+            same: whether every epoch has the same windows, in the same order.
         """
-        body = length - len(self.lead)
         epoch = 0
         while True:
-            generator = torch.Generator().manual_seed(seed + epoch)
-            places = []
-            for k, stream in enumerate(self.streams):
-                first = int(torch.randint(max(1, min(body, len(stream) - body + 1)), (1,), generator=generator))
-                places += [(k, start) for start in range(first, len(stream) - body + 1, body)]
-            order = torch.randperm(len(places), generator=generator).tolist()
-            for index in order[begin:]:
-                k, start = places[index]
-                yield torch.cat([self.lead, self.streams[k][start : start + body]])
-            begin = max(0, begin - len(order))
+            windows = self.epoch(length, seed if same else seed + epoch)
+            yield from windows[begin:]
+            begin = max(0, begin - len(windows))
             epoch += 1
 
 

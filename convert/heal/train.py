@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from latentfold.convert.errors import InputError
+from latentfold.convert.files import replaced
 from latentfold.convert.heal.config import HealingConfig
-from latentfold.convert.heal.distill import chunk_size, distillation_loss, divergence
+from latentfold.convert.heal.distill import Targets, chunk_size, distillation_loss
 from latentfold.convert.heal.models import Arithmetic, Student, hidden_and_head
-from latentfold.convert.heal.text import HealingText
+from latentfold.convert.heal.optimizer import RelativeAdamW
+from latentfold.convert.heal.processes import Processes
+from latentfold.convert.heal.teacher import Teacher
+from latentfold.convert.heal.text import HealingText, Window
 from latentfold.convert.progress import Progress
 from latentfold.convert.write.recipe import HealingPoint
 
-BETAS = (0.9, 0.98)
 WARM_UP = 8
 """Steps until the rate is reached."""
 LOOKS = 6
 """How often the held-out text is looked at on the way."""
+PATIENCE = 3
+"""Looks in a row without a gain that end the training."""
 RATES = {"attention": 2e-3, "norms": 2e-3, "all": 1e-3}
 """Steps relative to a tensor's size, for a conversion that is `FAR` from its original."""
 FAR = 0.4
@@ -48,6 +57,7 @@ class Training:
         rate: see `fitting_rate`.
         curve: the held-out text, from before the first step on.
         best: index of the best point.
+        over: whether it has ended before its budget, as nothing was gained any more.
     """
 
     step: int = 0
@@ -55,85 +65,72 @@ class Training:
     rate: float = 0.0
     curve: list[HealingPoint] = field(default_factory=list)
     best: int = 0
+    over: bool = False
 
 
 class Healer:
     """Trains a student on its teacher's predictions.
 
     Args:
-        state: folder for what an interrupted run needs.
+        state: folder for what an interrupted run needs; used by the first of the processes.
     """
 
     def __init__(
         self,
         config: HealingConfig,
-        teacher: Any,
+        teacher: Teacher,
         student: Student,
         text: HealingText,
         arithmetic: Arithmetic,
         state: Path,
+        processes: Processes,
     ) -> None:
-        self.config, self.student, self.text, self.arithmetic, self.state = config, student, text, arithmetic, state
-        self.teacher, self.teacher_head = hidden_and_head(teacher)
+        self.config, self.teacher, self.student, self.text = config, teacher, student, text
+        self.arithmetic, self.state, self.processes = arithmetic, state, processes
         self.hidden, self.head = hidden_and_head(student.model)
         self.vocab = student.model.config.get_text_config().vocab_size
         self.training = Training()
-        self.optimizer: Any = None
-
-    def _loss(self, tokens: Tensor) -> Tensor:
-        """(B, T) -> mean divergence in nats."""
-        tokens = tokens.to(self.arithmetic.device)
-        with self.arithmetic():
-            with torch.no_grad():
-                target = self.teacher(tokens)
-            found = self.hidden(tokens)
-            return distillation_loss(found, target, self.head, self.teacher_head, self.vocab)
-
-    @torch.no_grad()
-    def _held_out(self) -> tuple[float, float]:
-        """Divergence and NLL of the student on the text kept aside, nats per token."""
-        found = [self._compared(row[None].to(self.arithmetic.device)) for row in self.text.held]
-        apart, nll = torch.tensor(found, dtype=torch.float64).mean(0).tolist()
-        return apart, nll
-
-    def _compared(self, tokens: Tensor) -> tuple[float, float]:
-        """Divergence and NLL of one window (1, T)."""
-        with self.arithmetic():
-            mine, target = self.hidden(tokens)[0, :-1], self.teacher(tokens)[0, :-1]
-            totals = torch.zeros(2, dtype=torch.float64)
-            size = chunk_size(self.vocab)
-            for rows, wanted, following in zip(
-                mine.split(size), target.split(size), tokens[0, 1:].split(size), strict=True
-            ):
-                logits = self.head(rows)
-                totals[0] += float(divergence(logits, self.teacher_head(wanted))[0])
-                totals[1] += float(nn.functional.cross_entropy(logits.float(), following, reduction="sum"))
-        return float(totals[0]) / len(mine), float(totals[1]) / len(mine)
+        self.optimizer = RelativeAdamW(student.trained, processes)
+        held = processes.share(text.held_windows())
+        self.held = [(window.tokens.to(arithmetic.device), teacher.predict([window])) for window in held]
 
     def run(self, progress: Progress) -> Training:
-        """Train until the budget is used up, and leave the student as it was at its best on the held-out text.
+        """Train until the budget is used up or nothing is gained any more, and leave the student as it was at its best
+        on the held-out text.
 
         Raises:
             InputError: the losses are not finite.
+            KeyboardInterrupt: asked to stop; the step was finished, and the next run goes on from it.
         """
         training, config = self.training, self.config
         if not self._resume():
             self._look(0.0)
             training.rate = config.rate or fitting_rate(config.train, training.curve[0].divergence)
-            self._optimize()
             self._save()
+        training = self.training
         start, before = time.perf_counter(), training.seconds
-        windows = self.text.windows(config.seq_len, config.seed, training.step * config.batch)
-        while (share := self._share(training.seconds)) < 1:
-            self._step(share, windows)
-            training.step += 1
-            training.seconds = before + time.perf_counter() - start
-            done = self._share(training.seconds)
-            progress("healing", round(1000 * min(done, 1)), 1000, f"step {training.step}")
-            if int(done * LOOKS) > int(share * LOOKS) or done >= 1:
-                self._look(training.seconds)
-                training.seconds = before + time.perf_counter() - start  # looking takes time, too
-                self._save()
+
+        def clock() -> float:
+            return self.processes.agreed(before + time.perf_counter() - start)
+
+        windows = self.text.windows(
+            config.seq_len, config.seed, training.step * config.batch, same=config.cache_teacher
+        )
+        with _held_back() as interrupted:
+            while (share := self._share(training.seconds)) < 1 and not training.over:
+                self._step(share, windows)
+                training.step += 1
+                training.seconds = clock()
+                done = self._share(training.seconds)
+                progress("healing", round(1000 * min(done, 1)), 1000, f"step {training.step}")
+                if int(done * LOOKS) > int(share * LOOKS) or done >= 1:
+                    self._look(training.seconds)
+                    training.over = len(training.curve) - 1 - training.best >= PATIENCE
+                    training.seconds = clock()  # looking takes time, too
+                    self._save()
+                if interrupted():
+                    self._save()
+                    raise KeyboardInterrupt
         self._restore_best()
         return training
 
@@ -145,61 +142,88 @@ class Healer:
         assert self.config.max_steps is not None
         return self.training.step / self.config.max_steps
 
-    def _optimize(self) -> None:
-        groups = [
-            {"params": [parameter], "size": float(parameter.detach().square().mean().sqrt())}
-            for parameter in self.student.trained.values()
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
-
-    def _step(self, share: float, windows: Iterator[Tensor]) -> None:
+    def _step(self, share: float, windows: Iterator[Window]) -> None:
         """One step at the rate that the schedule has after this share of the budget: warm-up, then a half cosine."""
         warm = min(1.0, (self.training.step + 1) / WARM_UP)
-        rate = self.training.rate * warm * 0.5 * (1 + math.cos(math.pi * share))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["size"]
-        batch = torch.stack(list(islice(windows, self.config.batch)))
+        self.optimizer.set_rate(self.training.rate * warm * 0.5 * (1 + math.cos(math.pi * share)))
+        batch = self.processes.share(list(islice(windows, self.config.batch)))
         loss = self._loss(batch)
         if not torch.isfinite(loss):
             raise InputError(f"healing: the loss of step {self.training.step} is not finite; try a smaller rate")
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+
+    def _loss(self, windows: Sequence[Window]) -> Tensor:
+        """Mean divergence in nats over all tokens of the windows."""
+        targets = self.teacher.predict(windows)
+        tokens = torch.stack([window.tokens for window in windows]).to(self.arithmetic.device)
+        with self.arithmetic():
+            return distillation_loss(self.hidden(tokens), targets, self.head, self.vocab)
 
     def _look(self, seconds: float) -> None:
+        """Measure the student on the text kept aside, and keep it if it was never better."""
         apart, nll = self._held_out()
         training = self.training
         tokens = training.step * self.config.batch * self.config.seq_len
         training.curve.append(HealingPoint(training.step, tokens, seconds, apart, nll))
         training.best = min(range(len(training.curve)), key=lambda i: training.curve[i].divergence)
-        if training.best == len(training.curve) - 1:
-            _save({name: p.detach() for name, p in self.student.trained.items()}, self.state / "best.pt")
+        if training.best == len(training.curve) - 1 and self.processes.first:
+            _write({name: p.detach() for name, p in self.student.trained.items()}, self.state / "best.pt")
+
+    @torch.no_grad()
+    def _held_out(self) -> tuple[float, float]:
+        """Divergence and NLL of the student on the text kept aside, nats per token."""
+        totals = torch.zeros(3, dtype=torch.float64)
+        for tokens, targets in self.held:
+            totals += self._compared(tokens, targets)
+        apart, nll, count = self.processes.sum_(totals).tolist()
+        return apart / count, nll / count
+
+    def _compared(self, tokens: Tensor, targets: Targets) -> Tensor:
+        """Sums of divergence and NLL over a window's tokens (T,), and their number; float64."""
+        size = chunk_size(self.vocab)
+        following = torch.cat([tokens[1:], tokens.new_full((1,), -100)])  # after the last one nothing is known
+        totals = torch.zeros(3, dtype=torch.float64)
+        with self.arithmetic():
+            mine = self.hidden(tokens[None])[0]
+            for rows, compare, next_ in zip(mine.split(size), targets.split(size), following.split(size), strict=True):
+                logits = self.head(rows)
+                totals[0] += float(compare(logits)[0])
+                totals[1] += float(nn.functional.cross_entropy(logits.float(), next_, reduction="sum"))
+        totals[2] = len(tokens)
+        totals[1] *= len(tokens) / (len(tokens) - 1)
+        return totals
 
     def _save(self) -> None:
         """Everything that going on from here needs, in one move."""
-        training = self.training
-        whole = {
-            "training": asdict(training),
-            "weights": {name: parameter.detach() for name, parameter in self.student.trained.items()},
-            "optimizer": self.optimizer.state_dict(),
-        }
-        _save(whole, self.state / "state.pt")
+        if self.processes.first:
+            whole = {
+                "training": asdict(self.training),
+                "weights": {name: parameter.detach() for name, parameter in self.student.trained.items()},
+                "optimizer": self.optimizer.state_dict(),
+            }
+            _write(whole, self.state / "state.pt")
 
     def _resume(self) -> bool:
         """Take up an interrupted run, if there is one."""
         path = self.state / "state.pt"
-        if not path.exists():
+        found: dict[str, Any] | None = None
+        if self.processes.first and path.exists():
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        known = self.processes.shared(found["training"] if found else None)
+        if known is None:
             return False
-        found = torch.load(path, map_location=self.arithmetic.device, weights_only=True)
-        curve = [HealingPoint(**point) for point in found["training"].pop("curve")]
-        self.training = Training(**found["training"], curve=curve)
-        self._load(found["weights"])
-        self._optimize()
-        self.optimizer.load_state_dict(found["optimizer"])
+        curve = [HealingPoint(**point) for point in known.pop("curve")]
+        self.training = Training(**known, curve=curve)
+        for name in self.student.trained:
+            one = self.processes.shared((found["weights"][name], found["optimizer"][name]) if found else None)
+            assert one is not None
+            self._load({name: one[0]})
+            self.optimizer.load_state_dict({name: one[1]})
         return True
 
     def _restore_best(self) -> None:
-        self._load(torch.load(self.state / "best.pt", map_location=self.arithmetic.device, weights_only=True))
+        if self.processes.first:
+            self._load(torch.load(self.state / "best.pt", map_location="cpu", weights_only=True))
 
     @torch.no_grad()
     def _load(self, weights: dict[str, Tensor]) -> None:
@@ -207,7 +231,27 @@ class Healer:
             self.student.trained[name].copy_(tensor)
 
 
-def _save(what: Any, path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
-    torch.save(what, temporary)
-    temporary.replace(path)
+def _write(what: Any, path: Path) -> None:
+    with replaced(path) as temporary:
+        torch.save(what, temporary)
+
+
+@contextmanager
+def _held_back() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C waits until it is asked for in the block; a second one does not."""
+    if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
+        yield lambda: False
+        return
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            signal.default_int_handler(number, frame)
+        asked = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
