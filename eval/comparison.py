@@ -84,6 +84,9 @@ def evaluate(
         "revisions": {"original": a.checkpoint.revision, "converted": b.checkpoint.revision},
         "fingerprint": fingerprint_now(b.checkpoint.folder, job.recipe) if job.recipe else None,
     }
+    tokens, seconds = job.recipe.trained if job.recipe else (0, 0.0)
+    if tokens:
+        record["healed"] = {"tokens": tokens, "minutes": seconds / 60}
     pair = (a.checkpoint, b.checkpoint)
     how: dict[str, Any] = {"dtype": a.model.dtype, "device": a.model.device}
     written = timed = scored = None

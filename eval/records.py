@@ -193,8 +193,9 @@ class Evaluation:
         cache_original, cache_converted: bytes per token.  cache_by_context: measured over context lengths.
         continuations, speed, tasks: None unless asked for.
         provenance: what it takes to repeat this: `command`, `created` (UTC), `dtype`, `device`, `seed`,
-            `versions`, `python`, `machine`, `revisions` of both models, `fingerprint` of the converted weights, and
-            `speed` (dtype, repeats) where speed was measured.
+            `versions`, `python`, `machine`, `revisions` of both models, `fingerprint` of the converted weights,
+            `healed` (tokens, minutes) where they were trained after the conversion, and `speed` (dtype, repeats) where
+            speed was measured.
     """
 
     original: str

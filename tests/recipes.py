@@ -10,6 +10,8 @@ from latentfold.convert.write.recipe import (
     CalibrationRecord,
     Change,
     CheckRecord,
+    HealingPoint,
+    HealingRecord,
     LadderRecord,
     LayerRecord,
     OptionsRecord,
@@ -59,6 +61,36 @@ RECIPE = Recipe(
     check=CheckRecord(1e-3, 1e-7, Probe((1, 2), (0.5, 0.25))),
     files={"model.safetensors": "f" * 64},
 )
+
+HEALING = HealingRecord(
+    latentfold="0.1.0",
+    versions={"torch": "2.13.0", "transformers": "5.24.0"},
+    teacher="org/Small-Model",
+    revision="12fd25f77366fa6b3b4b768ec3050bf629380bac",
+    texts=("/home/me/my texts.txt",),
+    sha256="a" * 64,
+    seq_len=1024,
+    batch_tokens=2048,
+    train="all",
+    rate=1e-3,
+    seed=7,
+    dtype="bfloat16",
+    minutes=10.0,
+    curve=tuple(
+        HealingPoint(step, 2048 * step, 3.85 * step, divergence, nll)
+        for step, divergence, nll in (
+            (0, 0.5367, 3.6269),
+            (25, 0.4203, 3.4372),
+            (52, 0.3731, 3.3901),
+            (78, 0.3684, 3.3829),
+            (104, 0.3271, 3.3542),
+            (130, 0.3193, 3.3468),
+            (156, 0.3197, 3.3471),
+        )
+    ),
+    best=5,
+)
+"""Ten minutes, the last of which gained nothing."""
 
 
 def recipe_of(**source: Any) -> Recipe:

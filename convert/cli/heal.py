@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,6 +13,7 @@ from latentfold.convert.cli.evaluate import evaluate
 from latentfold.convert.cli.options import (
     FilesCommand,
     Folder,
+    check_writable,
     command_line,
     device_option,
     next_steps,
@@ -20,6 +22,7 @@ from latentfold.convert.cli.options import (
     token_option,
     user_errors,
 )
+from latentfold.convert.errors import InputError
 
 
 @click.command(cls=FilesCommand)
@@ -68,12 +71,21 @@ from latentfold.convert.cli.options import (
     help="Of products; auto: the faster one here. Weights are kept in float32.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace what OUT holds, once the new checkpoint is complete.")
+@click.option("--plot", "plot_file", type=click.Path(), metavar="FILE", help="Draw held-out KL and NLL; .png or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record of the healing as JSON.")
 @quiet_option
 @click.option("--revision", metavar="REV", help="Of the teacher, for a Hub id.")
 @token_option
 @user_errors
-def heal(converted: str, out: str, as_json: bool, quiet: bool, text: tuple[str, ...], **options: Any) -> None:
+def heal(
+    converted: str,
+    out: str,
+    plot_file: str | None,
+    as_json: bool,
+    quiet: bool,
+    text: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Train the conversion in CONVERTED on its original's predictions, and write it to OUT.
 
     A few minutes win back most of what a conversion lost. The part of the text that is never trained on has the last
@@ -84,6 +96,10 @@ def heal(converted: str, out: str, as_json: bool, quiet: bool, text: tuple[str, 
     latentfold heal smollm2-mla smollm2-mla-healed
     latentfold heal smollm2-mla smollm2-mla-healed --minutes 60 --text mine.txt
     """
+    if plot_file:
+        if not plot_file.endswith((".png", ".svg")):
+            raise InputError(f"--plot {plot_file}: expected a name that ends in .png or .svg")
+        check_writable("--plot", plot_file)
     quiet_libraries()
     from dataclasses import asdict
 
@@ -95,6 +111,11 @@ def heal(converted: str, out: str, as_json: bool, quiet: bool, text: tuple[str, 
     job = prepare(HealingConfig(converted, out, text=text, **options))
     result = run(job, shown(not quiet))
     record = result.recipe.healing[-1]
+    if plot_file:
+        from latentfold.eval.report import plots
+
+        if curve := plots.healing_curve(result.recipe.healing):
+            Path(plot_file).write_bytes(plots.picture(curve, Path(plot_file).suffix[1:]))
     if as_json:
         click.echo(json.dumps(asdict(record), indent=2))
     else:

@@ -40,9 +40,6 @@ from latentfold.convert.write.tensors import TensorPlan, into_files
 from latentfold.convert.write.writer import CheckpointWriter
 from latentfold.eval.inputs import check_original, refuse_evaluation_text, with_weights
 
-STATE = "healing"
-"""Folder beside the unfinished files, for what an interrupted run needs."""
-
 
 @dataclass(frozen=True)
 class HealingJob:
@@ -161,8 +158,7 @@ def _run(job: HealingJob, processes: Processes, progress: Progress) -> None:
     if writer.moving:
         writer.finish()
         return
-    state = writer.folder / STATE
-    state.mkdir(exist_ok=True)
+    state = writer.state()
     processes.shared(state)
     student, training = _trained(job, state, processes, progress)
     small = [name for name in job.recipe.files if not name.endswith((".safetensors", ".index.json"))]
@@ -173,9 +169,7 @@ def _run(job: HealingJob, processes: Processes, progress: Progress) -> None:
     for name in writer.tensors:
         writer.write(name, {name: changed[name] if name in changed else job.converted.tensor(name)})
     writer.write_index()
-    recipe = _recorded(job, writer, student, training)
-    writer.remove(STATE)
-    recipe = replace(recipe, files=writer.hashes())
+    recipe = replace(_recorded(job, writer, student, training), files=writer.hashes())
     writer.write_text(RECIPE, json.dumps(recipe.to_dict(), indent=2) + "\n")
     writer.finish()
 

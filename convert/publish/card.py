@@ -24,7 +24,16 @@ from latentfold.convert.text.documents import DEFAULT_CALIBRATION
 from latentfold.convert.write.recipe import HealingRecord, Recipe, fingerprint, read_recipe
 from latentfold.eval.records import EVALUATION, Evaluation, read_evaluation
 from latentfold.eval.report import plots
-from latentfold.eval.report.formats import one_line, percent, perplexity, ppl, printable, with_error
+from latentfold.eval.report.formats import (
+    converted_name,
+    duration,
+    one_line,
+    percent,
+    perplexity,
+    ppl,
+    printable,
+    with_error,
+)
 from latentfold.eval.report.markdown import cell, code, markdown
 from latentfold.eval.report.verdict import verdict
 
@@ -54,6 +63,9 @@ FIGURES = {
     f"figures/{draw.__name__}.png": draw
     for draw in (plots.loss_by_context, plots.error_by_layer, plots.cache_by_context, plots.speed_by_context)
 }
+"""Of the evaluation."""
+HEALING = f"figures/{plots.healing_curve.__name__}.png"
+"""Of the recipe."""
 
 
 def write_card(folder: Path) -> str:
@@ -63,11 +75,12 @@ def write_card(folder: Path) -> str:
         InputError: see `read_card`.
     """
     text = read_card(folder)
-    drawn = _figures(current_evaluation(folder, read_recipe(folder)))
-    for name in FIGURES:
+    recipe = read_recipe(folder)
+    drawn = _figures(recipe, current_evaluation(folder, recipe))
+    for name in (*FIGURES, HEALING):
         if name in drawn:
             (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(plots.png(drawn[name]))
+            (folder / name).write_bytes(plots.picture(drawn[name]))
         else:
             (folder / name).unlink(missing_ok=True)
     replace_text(folder / CARD, text)
@@ -152,8 +165,14 @@ def _metadata(existing: dict[str, Any], recipe: Recipe, evaluation: Evaluation |
         kept
         | {key: value for key, value in known.items() if value is not None}
         | {"tags": [*(tags if isinstance(tags, list) else [tags]), *(tag for tag in TAGS if tag not in tags)]}
-        | ({"model_name": f"{_source_name(recipe)}-MLA", "eval_results": _results(evaluation)} if evaluation else {})
+        | ({"model_name": _model_name(recipe), "eval_results": _results(evaluation)} if evaluation else {})
     )
+
+
+def _model_name(recipe: Recipe) -> str:
+    """What the Hub lists results under."""
+    tokens, seconds = recipe.trained
+    return f"{_source_name(recipe)}-MLA" + (f", healed {duration(seconds)}" if tokens else "")
 
 
 def _results(evaluation: Evaluation) -> list[EvalResult]:
@@ -188,8 +207,9 @@ def _results(evaluation: Evaluation) -> list[EvalResult]:
     return results
 
 
-def _figures(evaluation: Evaluation | None) -> dict[str, Figure]:
+def _figures(recipe: Recipe, evaluation: Evaluation | None) -> dict[str, Figure]:
     drawn = {name: draw(evaluation) for name, draw in FIGURES.items()} if evaluation else {}
+    drawn[HEALING] = plots.healing_curve(recipe.healing)
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
@@ -204,13 +224,21 @@ def _body(recipe: Recipe, evaluation: Evaluation | None) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown; names go through `code` and `cell`
     )
-    environment.filters |= {"code": code, "cell": cell, "percent": percent, "ppl": ppl, "basename": _basename}
+    environment.filters |= {
+        "code": code,
+        "cell": cell,
+        "percent": percent,
+        "ppl": ppl,
+        "duration": duration,
+        "basename": _basename,
+    }
     environment.globals |= {
         "with_error": with_error,
         "per_layer": lambda values: f"{values / len(recipe.sizes):g}",
         "heal_command": heal_command,
     }
-    parameters = recipe.parameters
+    parameters, (tokens, seconds) = recipe.parameters, recipe.trained
+    labels = {name: figure.get_label() for name, figure in _figures(recipe, evaluation).items()}
     body = (
         environment.get_template("card.md.j2")
         .render(
@@ -226,7 +254,10 @@ def _body(recipe: Recipe, evaluation: Evaluation | None) -> str:
             evaluation=evaluation,
             verdict=verdict(evaluation) if evaluation else None,
             everything=markdown(evaluation) if evaluation else None,
-            figures={name: figure.get_label() for name, figure in _figures(evaluation).items()},
+            converted=converted_name(evaluation.provenance) if evaluation else None,
+            trained=duration(seconds) if tokens else None,
+            figures={name: label for name, label in labels.items() if name in FIGURES},
+            curve={name: label for name, label in labels.items() if name == HEALING},
         )
         .strip()
     )

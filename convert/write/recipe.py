@@ -254,6 +254,12 @@ class Recipe(Beginnings):
         """The one size of all layers, or None where they differ."""
         return uniform(self.sizes)
 
+    @property
+    def trained(self) -> tuple[int, float]:
+        """Tokens and seconds of training that are in the weights: of every healing, up to the point that it kept."""
+        kept = [record.curve[record.best] for record in self.healing]
+        return sum(point.tokens for point in kept), sum(point.seconds for point in kept)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able data."""
         return asdict(self)

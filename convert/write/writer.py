@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 JOURNAL = "journal.json"
 
-STAYS = {JOURNAL, LOCK, OWNER}
+STATE = "state"
+"""Folder in the subfolder for what an interrupted run needs besides its tensors."""
+
+STAYS = {JOURNAL, LOCK, OWNER, STATE}
 """What never leaves the subfolder."""
 
 
@@ -77,12 +80,12 @@ class CheckpointWriter:
         self.moving: list[str] = []
         self._offsets: dict[str, tuple[Path, int]] = {}
         layouts = {self.folder / file: self._layout(file, names) for file, names in shards.filename_to_tensors.items()}
-        previous = _read_journal(out)
+        previous, continued = _read_journal(out), False
         if previous is not None and previous.get("key") == self.key:
-            whole = all(path.is_file() and path.stat().st_size == size for path, (_, size) in layouts.items())
             self.moving = previous["moving"]
             self.overwrite |= previous["overwrite"]
-            self.records = previous["records"] if whole or self.moving else {}
+            continued = all(path.is_file() and path.stat().st_size == size for path, (_, size) in layouts.items())
+            self.records = previous["records"] if continued or self.moving else {}
         elif previous is not None and not overwrite:
             raise InputError(
                 f"{out}: holds an interrupted conversion with other options; "
@@ -90,17 +93,17 @@ class CheckpointWriter:
             )
         with self._room():
             if not self.moving:
-                self._start(layouts)
+                self._start(layouts, continued)
             self._write_journal()
 
-    def _start(self, layouts: Mapping[Path, tuple[bytes, int]]) -> None:
+    def _start(self, layouts: Mapping[Path, tuple[bytes, int]], continued: bool) -> None:
         """Throw away whatever is not to be continued, and make the shards where that is everything."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        kept = {path.name for path in layouts} | STAYS if self.records else STAYS - {JOURNAL}
+        kept = {path.name for path in layouts} | STAYS if continued else {LOCK, OWNER}
         for path in self.folder.iterdir():
             if path.name not in kept:
                 _delete(path)
-        if self.records:
+        if continued:
             return
         try:
             for path, (header, size) in layouts.items():
@@ -212,9 +215,10 @@ class CheckpointWriter:
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, self.folder / name)
 
-    def remove(self, name: str) -> None:
-        """Take a folder out that is no part of the checkpoint."""
-        shutil.rmtree(self.folder / name, ignore_errors=True)
+    def state(self) -> Path:
+        """A folder that an interrupted run finds again as it left it, and that goes with the end."""
+        (self.folder / STATE).mkdir(exist_ok=True)
+        return self.folder / STATE
 
     def write_index(self) -> None:
         """Write the index of a checkpoint of several shards."""
@@ -228,7 +232,7 @@ class CheckpointWriter:
         Files in sub-folders are named `folder/file`.
         """
         files = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob("*") if path.is_file()}
-        return {name: sha256(files[name]) for name in sorted(set(files) - STAYS)}
+        return {name: sha256(files[name]) for name in sorted(files) if name.split("/")[0] not in STAYS}
 
     def finish(self) -> None:
         """Move everything to its final place, config.json last; interrupted, it is taken up again."""
@@ -243,6 +247,7 @@ class CheckpointWriter:
                 _delete(path)
         for name in sorted(waiting, key=lambda name: name == "config.json"):
             os.replace(self.folder / name, self.out / name)
+        shutil.rmtree(self.folder / STATE, ignore_errors=True)
         (self.folder / JOURNAL).unlink()
         with suppress(OSError):  # the lock goes with whoever holds it
             self.folder.rmdir()

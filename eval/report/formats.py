@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from collections.abc import Mapping
+from typing import Any
 
 MISSING = "\N{EN DASH}"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -68,6 +70,21 @@ def percent(share: float) -> str:
 def ratio(converted: float | None, original: float | None) -> str:
     """How many times the original."""
     return f"{converted / original:.2f}" if converted is not None and original else MISSING
+
+
+def duration(seconds: float) -> str:
+    """`40 seconds`, `1.7 minutes`, `10 minutes`, to two digits."""
+    minutes = round(seconds) >= 60
+    amount = max(60, seconds) / 60 if minutes else max(1, round(seconds))
+    number = f"{amount:,.0f}" if amount >= 9.95 else f"{amount:.2g}"
+    return f"{number} {'minute' if minutes else 'second'}{'' if number == '1' else 's'}"
+
+
+def converted_name(provenance: Mapping[str, Any]) -> str:
+    """What tables and legends call the converted model of an evaluation: `healed 10 minutes` where it was trained, so
+    that nobody takes its figures for those of a conversion alone."""
+    healed = provenance.get("healed")
+    return f"healed {duration(60 * healed['minutes'])}" if healed else "converted"
 
 
 def listed(items: list[str]) -> str:

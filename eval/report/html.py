@@ -15,7 +15,7 @@ from latentfold.eval.report import formats, plots, verdict
 
 
 def html(evaluation: Evaluation, recipe: Recipe | None = None) -> str:
-    """The report; `recipe`, what latentfold.json holds, adds how the model was converted.
+    """The report; `recipe`, what latentfold.json holds, adds how the model was converted and healed.
 
     Same evaluation, same page.
     """
@@ -30,9 +30,11 @@ def html(evaluation: Evaluation, recipe: Recipe | None = None) -> str:
     names = ("one_line", "percent", "perplexity", "ppl", "ratio", "score", "shortened", "speed", "with_error")
     environment.globals |= {name: getattr(formats, name) for name in names} | {"MISSING": formats.MISSING, "size": size}
     original, converted, known = verdict.compared_cache(evaluation)
+    healing = recipe.healing if recipe else ()
     return environment.get_template("report.html.j2").render(
         e=evaluation,
         grade=verdict.grade(evaluation).name,
+        side=formats.converted_name(evaluation.provenance),
         meaning=verdict.meaning(evaluation),
         findings=_unbroken(verdict.findings(evaluation)),
         unmeasured=verdict.unmeasured(evaluation),
@@ -42,6 +44,8 @@ def html(evaluation: Evaluation, recipe: Recipe | None = None) -> str:
         cache_plot=_drawn(plots.cache_by_context(evaluation)),
         prefill_plot=_drawn(plots.speed_by_context(evaluation, ["prefill"])),
         decode_plot=_drawn(plots.speed_by_context(evaluation, ["decode"])),
+        healing=[(record, healing_facts(record)) for record in healing],
+        healing_plot=_drawn(plots.healing_curve(healing)),
         parted=parted,
         measurement=measurement_facts(evaluation),
         conversion=conversion_facts(recipe) if recipe else [],
@@ -115,17 +119,29 @@ def conversion_facts(recipe: Recipe) -> list[tuple[str, str]]:
             ("Residual scale", recipe.residual_scale),
             ("Rope", _joined([f"{name} {value}" for name, value in recipe.ladder.rope_parameters.items()])),
             ("latentfold", recipe.latentfold),
-            *(("Healed", _healing(record)) for record in recipe.healing),
         ]
     )
 
 
-def _healing(record: HealingRecord) -> str:
-    """What a training did to held-out text."""
-    first, best = record.curve[0], record.curve[record.best]
-    return (
-        f"{best.tokens:,} tokens in {best.seconds / 60:.1f} minutes ({record.train}): KL from the original on held-out "
-        f"text {first.divergence:.4f} → {best.divergence:.4f}"
+def healing_facts(record: HealingRecord) -> list[tuple[str, str]]:
+    """The options of a healing."""
+    windows = record.batch_tokens // record.seq_len
+    return _known(
+        [
+            ("Budget", None if record.minutes is None else formats.duration(60 * record.minutes)),
+            ("Original", _joined([record.teacher, record.revision])),
+            ("Trained (--train)", record.train),
+            ("Rate", f"{record.rate:.3g} of each tensor's root mean square"),
+            ("A step", f"{windows:,} x {record.seq_len:,} tokens"),
+            ("Texts", _joined([*record.texts])),
+            ("Text SHA-256", record.sha256),
+            ("Seed", record.seed),
+            ("Products in", record.dtype),
+            (
+                "Versions",
+                _joined([f"{n} {v}" for n, v in {"latentfold": record.latentfold, **record.versions}.items()]),
+            ),
+        ]
     )
 
 

@@ -17,6 +17,7 @@ from latentfold.eval.records import (
 )
 from latentfold.eval.report.formats import (
     MISSING,
+    converted_name,
     one_line,
     percent,
     ppl,
@@ -27,29 +28,29 @@ from latentfold.eval.report.formats import (
     with_error,
 )
 
-NLL_HEADER = ["NLL original ↓", "NLL converted ↓", "gap (nats) ↓", "PPL original ↓", "PPL converted ↓"]
-
 
 def markdown(evaluation: Evaluation) -> str:
-    """Tables of everything measured; arrows say which way is better."""
+    """Tables of everything measured; arrows say which way is better. A healed model is called healed."""
     e = evaluation
+    converted = converted_name(e.provenance)
+    healed = "" if converted == "converted" else f", {converted},"
     several = len(e.texts) > 1
-    blocks = [f"{code(e.converted)} against {code(e.original)}"]
+    blocks = [f"{code(e.converted)}{healed} against {code(e.original)}"]
     if several:
-        blocks.append(_texts(e))
+        blocks.append(_texts(e, converted))
     for text in e.texts:
-        blocks += [_description(text, e), _positions(text)]
-    blocks.append(_summary(e))
+        blocks += [_description(text, e), _positions(text, converted)]
+    blocks.append(_summary(e, converted))
     if len(e.cache_by_context) > 1:
         blocks.append(_cache_by_context(e))
     if e.layers:
         blocks.append(_layers(e.layers))
     if e.continuations:
-        blocks += [_continuation(continuation) for continuation in e.continuations]
+        blocks += [_continuation(continuation, converted) for continuation in e.continuations]
     if e.speed:
         blocks.append(_speed(e.speed))
     if e.tasks:
-        blocks.append(_tasks(e.tasks))
+        blocks.append(_tasks(e.tasks, converted))
     blocks.append(_provenance(e))
     return "\n\n".join(blocks)
 
@@ -72,13 +73,17 @@ def code(text: str) -> str:
     return f"`{one_line(text).replace('`', chr(39))}`"
 
 
+def _nll_header(converted: str) -> list[str]:
+    return ["NLL original ↓", f"NLL {converted} ↓", "gap (nats) ↓", "PPL original ↓", f"PPL {converted} ↓"]
+
+
 def _nll(row: Nll) -> list[str]:
     gap = with_error(row.gap, row.gap_standard_error, "+.3f")
     return [f"{row.original:.3f}", f"{row.converted:.3f}", gap, ppl(row.original), ppl(row.converted)]
 
 
-def _texts(e: Evaluation) -> str:
-    header = ["text", *NLL_HEADER, "KL (nats) ↓", "top-1 ↑"]
+def _texts(e: Evaluation, converted: str) -> str:
+    header = ["text", *_nll_header(converted), "KL (nats) ↓", "top-1 ↑"]
     records = [*((cell(t.name), t.overall, t.agreement) for t in e.texts), ("**mean**", e.overall, e.agreement)]
     return table(
         header,
@@ -95,12 +100,12 @@ def _description(text: TextResult, e: Evaluation) -> str:
     return f"Text: {one_line(text.name)}; {windows} of {text.window_length} tokens{dtype}."
 
 
-def _positions(text: TextResult) -> str:
+def _positions(text: TextResult, converted: str) -> str:
     rows = [("**all**", text.overall), *((f"{row.start}-{row.end}", row) for row in text.by_position)]
-    return table(["context", *NLL_HEADER], ([name, *_nll(row)] for name, row in rows))
+    return table(["context", *_nll_header(converted)], ([name, *_nll(row)] for name, row in rows))
 
 
-def _summary(e: Evaluation) -> str:
+def _summary(e: Evaluation, converted: str) -> str:
     def cache(name: str, part: str) -> list[list[str]]:
         values = [getattr(e.cache_original, part), getattr(e.cache_converted, part)]
         if values == [None, None]:
@@ -109,7 +114,7 @@ def _summary(e: Evaluation) -> str:
 
     a = e.agreement
     return table(
-        ["", "original", "converted"],
+        ["", "original", converted],
         [
             *cache("counted", "counted"),
             *cache("measured", "measured"),
@@ -146,15 +151,17 @@ def _layers(layers: Iterable[LayerError]) -> str:
     )
 
 
-def _continuation(c: Continuation) -> str:
+def _continuation(c: Continuation, converted: str) -> str:
     # indented, nothing in them is markup
+    width = max(len("original"), len(converted)) + 2
     return "\n".join(
         [
             f"Greedy continuation, {c.shared_tokens} of {c.tokens} tokens alike before they part:",
             "",
-            f"    prompt     {_quoted(c.prompt)}",
-            f"    original   {_quoted(c.original)}",
-            f"    converted  {_quoted(c.converted)}",
+            *(
+                f"    {name:<{width}}{_quoted(text)}"
+                for name, text in (("prompt", c.prompt), ("original", c.original), (converted, c.converted))
+            ),
         ]
     )
 
@@ -197,10 +204,10 @@ def _speed(points: Iterable[SpeedPoint]) -> str:
     )
 
 
-def _tasks(tasks: Iterable[TaskScore]) -> str:
+def _tasks(tasks: Iterable[TaskScore], converted: str) -> str:
     arrows = {True: " ↑", False: " ↓", None: ""}
     return table(
-        ["task", "metric", "samples", "original", "converted"],
+        ["task", "metric", "samples", "original", converted],
         (
             [
                 cell(t.task),

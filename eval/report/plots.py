@@ -1,4 +1,4 @@
-"""Figures of an evaluation, and two ways to draw them: inline SVG for a page, PNG for a model card."""
+"""Figures of an evaluation and of a healing, and two ways to draw them: inline SVG for a page, a file on white."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLo
 from matplotlib.typing import LineStyleType
 
 from latentfold.convert.formats import size_unit
+from latentfold.convert.write.recipe import HealingRecord
 from latentfold.eval.records import Evaluation
-from latentfold.eval.report.formats import shortened
+from latentfold.eval.report.formats import converted_name, shortened
 
 # Series colours with a contrast of at least 3:1 against both white and a dark page; told apart by the colour-blind too
 ORIGINAL = "#7d848c"
@@ -61,7 +62,8 @@ def loss_by_context(evaluation: Evaluation) -> Figure | None:
         _line(axes, text.curve.context, text.curve.converted, CONVERTED, style)
     _context_axis(axes)
     axes.set_ylabel("NLL (nats per token)")
-    _model_legend(figure, [shortened(text.name, 26) for text in texts] if len(texts) > 1 else [])
+    styles = [shortened(text.name, 26) for text in texts] if len(texts) > 1 else []
+    _model_legend(figure, styles, converted=converted_name(evaluation.provenance))
     return figure
 
 
@@ -142,6 +144,37 @@ def speed_by_context(evaluation: Evaluation, phases: Sequence[str] = ("prefill",
     return figure
 
 
+@_drawing()
+def healing_curve(healing: Sequence[HealingRecord]) -> Figure | None:
+    """KL and NLL on held-out text, of every healing in turn; None where there was none.
+
+    Against minutes, or steps where no healing had a budget of time. Each begins where the one before it was kept; what
+    came after that, and was not written, is dotted.
+    """
+    if not healing:
+        return None
+    timed = any(record.minutes is not None for record in healing)
+    unit = "minutes" if timed else "steps"
+    figure, panels = _figure(f"KL from the original and NLL on held-out text by {unit} of healing", panels=2)
+    for axes, measure in zip(panels, ("divergence", "nll"), strict=True):
+        start = 0.0
+        for record in healing:
+            x = [start + (point.seconds / 60 if timed else point.step) for point in record.curve]
+            y = [getattr(point, measure) for point in record.curve]
+            _line(axes, x[record.best :], y[record.best :], CONVERTED, ":", width=1.2).set_alpha(0.5)
+            line = _line(axes, x[: record.best + 1], y[: record.best + 1], CONVERTED)
+            start = x[record.best]
+            (kept,) = axes.plot([start], [y[record.best]], "o", markersize=9, color=CONVERTED, fillstyle="none")
+            kept.set_clip_on(False)
+        axes.set_xlabel(f"{unit} of healing")
+        axes.set_xlim(left=0)
+    panels[0].set_ylabel("KL from the original (nats per token)")
+    panels[0].set_ylim(bottom=0)
+    panels[1].set_ylabel("NLL (nats per token)")
+    _legend(figure, [line, kept], ["held-out text", "kept"], 2)
+    return figure
+
+
 def svg(figure: Figure) -> str:
     """The figure as an `<svg>` element to stand in a page, in the page's text colour and font, as wide as its place.
 
@@ -153,11 +186,12 @@ def svg(figure: Figure) -> str:
     return _inline(buffer.getvalue(), str(figure.get_label()))
 
 
-def png(figure: Figure) -> bytes:
-    """The figure as a PNG on white."""
+def picture(figure: Figure, kind: str = "png") -> bytes:
+    """The figure as a file on white, "png" or "svg"; drawn twice, the same bytes."""
     buffer = io.BytesIO()
-    with _drawing():
-        figure.savefig(buffer, format="png", dpi=200, facecolor="white", metadata={"Software": None})
+    with _drawing({"svg.hashsalt": "latentfold"}):
+        metadata = {"png": {"Software": None}, "svg": {"Date": None}}[kind]
+        figure.savefig(buffer, format=kind, dpi=200, facecolor="white", metadata=metadata)
     return buffer.getvalue()
 
 
@@ -230,12 +264,11 @@ def _legend(figure: Figure, handles: Sequence[Line2D], labels: Sequence[str], co
         text.set_parse_math(False)  # a `$` in a file's name is no formula
 
 
-def _model_legend(figure: Figure, styles: Sequence[str] = ()) -> None:
+def _model_legend(figure: Figure, styles: Sequence[str] = (), *, converted: str = "converted") -> None:
     """Colours are models; line styles, where there are several, are what `styles` names."""
     models = [Line2D([], [], color=color, linewidth=1.8) for color in (ORIGINAL, CONVERTED)]
     lines = [Line2D([], [], color=INK, linewidth=1.2, linestyle=style) for _, style in zip(styles, cycle(LINE_STYLES))]
-    names = ["original", "converted"]
-    _legend(figure, models + lines, [*names, *styles], 2)
+    _legend(figure, models + lines, ["original", converted, *styles], 2)
 
 
 def _context_axis(axes: Axes) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from latentfold.eval.records import CacheSize, Evaluation, TaskScore
-from latentfold.eval.report.formats import listed, percent, perplexity, ppl, ratio, with_error
+from latentfold.eval.report.formats import duration, listed, percent, perplexity, ppl, ratio, with_error
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def verdict(evaluation: Evaluation) -> str:
 def findings(evaluation: Evaluation) -> str:
     """What the judgement rests on, in sentences."""
     e = evaluation
-    sentences = [_cache(e)]
+    sentences = [*_healed(e), _cache(e)]
     if math.isfinite(e.overall.gap):
         sentences += [_cost(e), *_by_context(e), _agreement(e)]
     sentences += [*_speed(e), *_tasks(e)]
@@ -93,6 +93,16 @@ def compared_cache(evaluation: Evaluation) -> tuple[float, float, str]:
     measured = None not in (evaluation.cache_original.measured, evaluation.cache_converted.measured)
     found = known(evaluation.cache_original), known(evaluation.cache_converted)
     return *found, "measured" if measured else "counted"
+
+
+def _healed(e: Evaluation) -> list[str]:
+    healed = e.provenance.get("healed")
+    if not healed:
+        return []
+    return [
+        f"After its conversion it was healed for {duration(60 * healed['minutes'])}: trained on the original's "
+        f"predictions for {healed['tokens']:,} tokens."
+    ]
 
 
 def _cache(e: Evaluation) -> str:

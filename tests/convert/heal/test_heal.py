@@ -218,7 +218,15 @@ def test_the_command(make_model: MakeModel, tmp_path: Path, options: dict[str, A
     out, healed = converted(source, tmp_path / "out", options), tmp_path / "healed"
     command = ["heal", str(out), str(healed), "--teacher", str(source), "--text", text, "--seq-len", "64"]
     command += ["--batch-tokens", "64", "--tokens", "512", "--train", "attention"]
-    done = CliRunner().invoke(main, command)
+    for name, message in (
+        ("curve.jpg", "expected a name that ends in .png or .svg"),
+        ("no/curve.png", "does not exist"),
+    ):
+        refused = CliRunner().invoke(main, [*command, "--plot", str(tmp_path / name)])
+        assert refused.exit_code == 2 and message in refused.stderr and refused.stderr.count("\n") == 1
+    drawn = tmp_path / "curve.svg"
+    done = CliRunner().invoke(main, [*command, "--plot", str(drawn)])
+    assert drawn.read_bytes().startswith(b"<?xml")
     assert done.exit_code == 0, done.output
     assert "KL from original" in done.stdout and "kept" in done.stdout and "latentfold eval" in done.stderr
     again = CliRunner().invoke(main, command)

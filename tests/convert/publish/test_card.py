@@ -19,13 +19,23 @@ from latentfold.convert import InputError, LayerSize, convert_checkpoint
 from latentfold.convert.cli import main
 from latentfold.convert.formats import growth
 from latentfold.convert.plan.config import ConversionConfig
-from latentfold.convert.publish.card import BEGIN, END, FIGURES, convert_command, heal_command, render_card, write_card
+from latentfold.convert.publish.card import (
+    BEGIN,
+    END,
+    FIGURES,
+    HEALING,
+    convert_command,
+    heal_command,
+    render_card,
+    write_card,
+)
+from latentfold.convert.publish.files import check_files, files_to_push
 from latentfold.convert.targets.registry import TARGETS
-from latentfold.convert.write.recipe import RECIPE, Change, HealingPoint, HealingRecord, Recipe, fingerprint
+from latentfold.convert.write.recipe import RECIPE, Change, HealingPoint, Recipe, fingerprint
 from latentfold.eval.records import EVALUATION, Evaluation
 from tests import recipes
 from tests.conftest import MakeModel
-from tests.evaluations import bare_evaluation, full_evaluation, text_result
+from tests.evaluations import bare_evaluation, full_evaluation, healed_evaluation, text_result
 from tests.hub_server import HubServer
 from tests.recipes import recipe_of
 
@@ -300,12 +310,10 @@ def test_a_healed_model_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """What was trained, what held-out text said of it, and the command; nothing claims that nothing was trained."""
     curve = (HealingPoint(0, 0, 0.0, 0.4, 3.5), HealingPoint(20, 20480, 100.0, 0.2, 3.3))
     texts = ("/home/me/mine.txt",)
-    record = HealingRecord(
-        "0.1.0", {}, "m", None, texts, "a" * 64, 1024, 2048, "all", 1e-3, 7, "float32", None, curve, 1
-    )
+    record = replace(recipes.HEALING, texts=texts, minutes=None, dtype="float32", curve=curve, best=1)
     text = render_card(replace(recipes.RECIPE, healing=(record,)), None, None)
     assert "then trained on the original's predictions" in text and "Nothing was trained" not in text
-    assert "| 20 (kept) | 1.7 | 0.2000 | 3.3000 |" in text and "without any training" not in text
+    assert "| 20 (kept) | 1.7 | 20,480 | 0.2000 | 3.3000 |" in text and "without any training" not in text
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text("mine")
     words = shlex.split(heal_command(record))
@@ -320,3 +328,34 @@ def test_a_healed_model_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "dtype": "float32",
     }
     assert found["text"] == ("mine.txt",) and "/home/me" not in text
+
+
+def test_no_figure_of_a_healed_model_passes_for_a_conversions() -> None:
+    """Introduction, tables, everything that was measured, and what the Hub lists."""
+    healed = replace(recipes.RECIPE, healing=(recipes.HEALING,))
+    text = render_card(healed, healed_evaluation(healed), None)
+    assert "predictions for 8.3 minutes (below)" in text and "healed for 8.3 minutes: trained" in text
+    assert "| perplexity, original ↓ | perplexity, healed 8.3 minutes ↓ |" in text
+    assert "| task | metric | original | healed 8.3 minutes |" in text and "NLL converted" not in text
+    assert metadata(text)["model-index"][0]["name"] == "Small-Model-MLA, healed 8.3 minutes"
+    assert metadata(render_card(recipes.RECIPE, full_evaluation(), None))["model-index"][0]["name"] == "Small-Model-MLA"
+
+
+def test_a_healing_that_gained_nothing_is_no_training() -> None:
+    vain = replace(recipes.RECIPE, healing=(replace(recipes.HEALING, best=0),))
+    text = render_card(vain, None, None)
+    assert "without any training" in text and "gained nothing" in text and "Nothing was trained" in text
+    assert "| 0 (kept) | 0.0 | 0 |" in text
+
+
+def test_the_curve_is_a_picture_that_goes_along(tmp_path: Path) -> None:
+    """Drawn with or without an evaluation, shown in the card, accepted by a push, gone where it speaks of nothing."""
+    healed = replace(recipes.RECIPE, healing=(recipes.HEALING, recipes.HEALING), files={})
+    (tmp_path / RECIPE).write_text(json.dumps(healed.to_dict()))
+    text = write_card(tmp_path)
+    assert f"]({HEALING})" in text and text.count("(kept)") == 2
+    assert (tmp_path / HEALING).read_bytes().startswith(b"\x89PNG")
+    check_files(tmp_path, healed)
+    assert HEALING in files_to_push(tmp_path, healed)
+    (tmp_path / RECIPE).write_text(json.dumps(replace(healed, healing=()).to_dict()))
+    assert HEALING not in write_card(tmp_path) and not (tmp_path / HEALING).exists()

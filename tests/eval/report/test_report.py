@@ -16,15 +16,15 @@ from xml.etree import ElementTree
 import pytest
 
 from latentfold.convert.formats import size
-from latentfold.convert.write.recipe import CalibrationRecord
+from latentfold.convert.write.recipe import CalibrationRecord, HealingPoint
 from latentfold.eval.records import CacheSize, Continuation, Evaluation, SpeedPoint
 from latentfold.eval.report import plots
-from latentfold.eval.report.formats import listed, one_line, ppl, printable, score, shortened
+from latentfold.eval.report.formats import converted_name, duration, listed, one_line, ppl, printable, score, shortened
 from latentfold.eval.report.html import conversion_facts, html, parted
 from latentfold.eval.report.markdown import markdown
 from latentfold.eval.report.verdict import BROKEN, GRADES, clearly_worse, grade, verdict
 from tests import recipes
-from tests.evaluations import bare_evaluation, full_evaluation, text_result
+from tests.evaluations import bare_evaluation, full_evaluation, healed_evaluation, text_result
 from tests.recipes import recipe_of
 
 HOSTILE = "</title><script>alert('x')</script>|`$a_b$ &amp; \x1b[31m\n\ud800\ufffe ünï 文.txt"
@@ -34,6 +34,14 @@ RECIPE = replace(
     calibration=CalibrationRecord((HOSTILE,), (7, 4096), "6f96"),
     options=replace(recipes.RECIPE.options, seed=0),
 )
+FURTHER = replace(  # by steps, on from what the first one kept
+    recipes.HEALING,
+    texts=(HOSTILE,),
+    minutes=None,
+    curve=(HealingPoint(0, 0, 0.0, 0.33, 3.35), HealingPoint(50, 102400, 200.0, 0.31, 3.33)),
+    best=1,
+)
+HEALED = replace(RECIPE, healing=(recipes.HEALING, FURTHER))
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
@@ -84,6 +92,7 @@ EVALUATIONS = {
     "hostile": hostile_evaluation(),
     "broken": full_evaluation(gap=math.nan, layers=None, speed=None, cache_by_context=()),
     "hopeless": full_evaluation(gap=2000.0, layers=None, speed=None, cache_by_context=()),
+    "healed": healed_evaluation(HEALED),
     "no provenance": bare_evaluation(provenance={}, speed=full_evaluation().speed),
 }
 every_evaluation = pytest.mark.parametrize("name", EVALUATIONS)
@@ -92,7 +101,7 @@ every_evaluation = pytest.mark.parametrize("name", EVALUATIONS)
 @cache
 def page_of(name: str) -> str:
     """Drawing takes most of a test's time."""
-    return html(EVALUATIONS[name], RECIPE)
+    return html(EVALUATIONS[name], HEALED if name == "healed" else RECIPE)
 
 
 # verdict
@@ -262,7 +271,7 @@ def test_svg_is_xml_that_takes_the_pages_colours(name: str) -> None:
         assert {a or b for a, b in referred} <= set(own)
         ids += own
         labels = [element.text for element in root.iter() if element.tag.endswith("}text")]
-        assert "original" in labels or "output" in labels  # text stays text
+        assert {"original", "output", "kept"} & set(labels)  # text stays text
     assert len(ids) == len(set(ids))
 
 
@@ -272,7 +281,7 @@ def test_everything_is_drawn_alike_twice_whatever_the_users_style() -> None:
     def picture() -> bytes:
         figure = plots.cache_by_context(full_evaluation())
         assert figure is not None
-        return plots.png(figure)
+        return plots.picture(figure)
 
     before = picture()
     with matplotlib.rc_context({"axes.facecolor": "black", "font.size": 30, "lines.marker": "x", "svg.hashsalt": "z"}):
@@ -286,7 +295,7 @@ def test_png_is_a_picture_on_white() -> None:
 
     figure = plots.error_by_layer(full_evaluation())
     assert figure is not None
-    picture = imread(io.BytesIO(plots.png(figure)))
+    picture = imread(io.BytesIO(plots.picture(figure)))
     assert picture.shape[0] > 600 and picture.shape[1] > 1000
     assert picture[0, 0, :3].tolist() == [1, 1, 1] and picture[..., :3].min() < 0.3
 
@@ -322,6 +331,35 @@ def test_speed_is_drawn_even_where_nothing_ran() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ElementTree.fromstring(plots.svg(figure))
+
+
+def test_a_healing_goes_on_where_the_one_before_was_kept() -> None:
+    figure = plots.healing_curve(HEALED.healing)
+    assert figure is not None and plots.healing_curve(()) is None
+    for axes, first in zip(figure.axes, (0.5367, 3.6269), strict=True):
+        assert axes.get_xlabel() == "minutes of healing"
+        (rest, to_kept, kept, _, further, kept_further) = axes.get_lines()
+        assert to_kept.get_ydata()[0] == first and len(to_kept.get_xdata()) == 6
+        end = recipes.HEALING.curve[5].seconds / 60
+        assert list(kept.get_xdata()) == [end] == [rest.get_xdata()[0]] and rest.get_linestyle() == ":"
+        assert list(further.get_xdata()) == pytest.approx([end, end + 200 / 60])
+        assert list(kept_further.get_ydata()) == [further.get_ydata()[-1]]
+    steps = plots.healing_curve([FURTHER, FURTHER])
+    assert steps is not None and steps.axes[0].get_xlabel() == "steps of healing"
+    assert [line.get_xdata()[-1] for line in steps.axes[0].get_lines()] == [50, 50, 50, 100, 100, 100]
+
+
+@pytest.mark.parametrize("best", [0, 6], ids=["nothing gained", "all of it"])
+def test_a_healing_is_drawn_whatever_it_kept_of_it(best: int) -> None:
+    def drawn() -> bytes:
+        figure = plots.healing_curve([replace(recipes.HEALING, best=best)])
+        assert figure is not None
+        return plots.picture(figure, "svg")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ElementTree.fromstring(drawn())
+    assert drawn() == drawn()
 
 
 @pytest.mark.parametrize("color", [plots.ORIGINAL, plots.CONVERTED, plots.SECOND, plots.THIRD])
@@ -417,6 +455,34 @@ def test_page_leaves_out_what_was_not_measured() -> None:
         assert absent not in bare and absent in full
 
 
+def test_page_shows_every_healing() -> None:
+    text = Page(page_of("healed")).text
+    for part in (
+        "130, kept",
+        "266,240",
+        "0.3193",
+        "3.3468",
+        "Healing 2",
+        "50, kept",
+        "Options of healing 1",
+        "10 minutes",
+    ):
+        assert part in text
+    assert "Healing" not in Page(page_of("full")).text
+
+
+@every_evaluation
+def test_only_a_healed_model_is_called_healed(name: str) -> None:
+    """Page, tables and verdict say so of it, and of no other."""
+    e = EVALUATIONS[name]
+    for text in (Page(page_of(name)).text, markdown(e), verdict(e)):
+        assert ("healed" in text) == (name == "healed")
+    if name == "healed":
+        assert markdown(e).startswith("`smollm2-mla`, healed 12 minutes, against")
+        assert "NLL healed 12 minutes ↓" in markdown(e) and "NLL converted" not in markdown(e)
+        assert "converted, then healed 12 minutes; compared with" in Page(page_of(name)).text
+
+
 @pytest.mark.parametrize(
     ("original", "converted", "expected"),
     [
@@ -438,6 +504,11 @@ def test_numbers_and_names() -> None:
     assert score(0.48612, 0.01027) == "0.486 ± 0.010" and score(29.13, 1.04) == "29.1 ± 1.0"
     assert score(0.61, None) == "0.61" and score(0.5, 0.0) == "0.5"
     assert ppl(0) == "1.00" and ppl(1000) == "inf" and ppl(math.nan) == "nan" and ppl(20) == "4.85e+08"
+    assert [duration(s) for s in (0, 1, 59.4, 59.6, 100, 599, 6000, 72000)] == [
+        *("1 second", "1 second", "59 seconds", "1 minute", "1.7 minutes", "10 minutes", "100 minutes", "1,200 minutes")
+    ]
+    assert converted_name({}) == converted_name({"healed": None}) == "converted"
+    assert converted_name({"healed": {"tokens": 9, "minutes": 0.5}}) == "healed 30 seconds"
     assert listed([]) == "" and listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c"
     assert shortened("a" * 30 + "end.txt", 11) == "aaaaa…d.txt" and shortened("short", 5) == "short"
     assert one_line(" a\n\tb\x00 ") == "a b\N{REPLACEMENT CHARACTER}"

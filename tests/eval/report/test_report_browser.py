@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from latentfold.eval.report.html import html
-from tests.evaluations import bare_evaluation, full_evaluation, text_result
-from tests.recipes import RECIPE, recipe_of
+from tests.evaluations import bare_evaluation, full_evaluation, healed_evaluation, text_result
+from tests.recipes import HEALING, RECIPE, recipe_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the path")
@@ -93,7 +93,13 @@ def pages() -> dict[str, str]:
     long = "/a/very/long/path/" + "x" * 120 + "/<script>console.error('ran')</script>.txt"
     recipe = replace(recipe_of(name=long), calibration=replace(RECIPE.calibration, texts=(long, long)))
     several = full_evaluation(texts=(text_result(), text_result(long, gap=0.1)), converted=long, original=long)
-    return {"full": html(full_evaluation()), "bare": html(bare_evaluation()), "several": html(several, recipe)}
+    healed = replace(recipe, healing=(replace(HEALING, texts=(long,), teacher=long), HEALING))
+    return {
+        "full": html(full_evaluation()),
+        "bare": html(bare_evaluation()),
+        "several": html(several, recipe),
+        "healed": html(healed_evaluation(healed), healed),
+    }
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -110,7 +116,7 @@ def test_pages_fit_any_width_and_follow_the_colour_scheme(tmp_path: Path, dark: 
         assert (sum(paper) < 128) is dark and (sum(map(int, re.findall(r"\d+", ink))) > 384) is dark
         assert one["smallestLabel"] >= 8, place
     assert found["full", 390]["regions"] > 0  # wide tables scroll in their own place
-    assert found["full", 1280]["regions"] == 0
+    assert found["full", 1280]["regions"] == found["healed", 1280]["regions"] == 0
 
 
 def test_the_check_sees_what_is_too_wide_and_what_the_console_says(tmp_path: Path) -> None:
