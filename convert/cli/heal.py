@@ -105,11 +105,14 @@ def heal(
 
     from latentfold.convert.cli.tables import healing_table
     from latentfold.convert.heal.config import HealingConfig
+    from latentfold.convert.heal.processes import launched_first
     from latentfold.convert.heal.run import prepare, run
     from latentfold.convert.progress import shown
 
     job = prepare(HealingConfig(converted, out, text=text, **options))
     result = run(job, shown(not quiet))
+    if not launched_first():
+        return
     record = result.recipe.healing[-1]
     if plot_file:
         from latentfold.eval.report import plots

@@ -85,6 +85,11 @@ def launched(device: torch.device) -> Iterator[Processes]:
         dist.destroy_process_group()
 
 
+def launched_first() -> bool:
+    """Whether this is the process that speaks, also after `launched` has ended."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def local_device(device: torch.device) -> torch.device:
     """Of several GPUs each process takes its own."""
     rank = os.environ.get("LOCAL_RANK")

@@ -12,11 +12,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from latentfold.convert import InputError, convert_checkpoint, heal_checkpoint, read_recipe
+from latentfold.convert import InputError, heal_checkpoint, read_recipe
 from latentfold.convert.cli import main
-from latentfold.convert.heal.distill import distillation_loss, divergence
 from latentfold.convert.heal.models import Student, hidden_and_head
-from latentfold.convert.heal.teacher import _FromHidden
 from latentfold.convert.heal.text import healing_text
 from latentfold.convert.heal.train import Healer
 from latentfold.convert.model import whole
@@ -28,10 +26,11 @@ from latentfold.convert.text.documents import Document
 from latentfold.convert.verify.reloaded import check_probe
 from latentfold.eval import EvaluationConfig, evaluate
 from latentfold.eval.inputs import bundled_novel
+from tests import healing
 from tests.conftest import TEXT, MakeModel, load, random_tokens, tiny_tokenizer
 from tests.families import save_family
+from tests.healing import SHORT, converted
 
-SHORT: dict[str, Any] = {"seq_len": 64, "batch_tokens": 128, "dtype": "float32", "progress": False}
 FAMILIES = {
     "llama": "deepseek",
     "qwen2": "deepseek",
@@ -45,29 +44,7 @@ FAMILIES = {
 
 @pytest.fixture
 def text(tmp_path: Path) -> str:
-    path = tmp_path / "healing.txt"
-    path.write_text(TEXT * 12)
-    return str(path)
-
-
-def converted(source: Path, out: Path, options: dict[str, Any], **changes: Any) -> Path:
-    convert_checkpoint(str(source), str(out), **{"kv_rank": 8, "rope_dim": 4} | options | changes)
-    return out
-
-
-def test_the_loss_is_the_divergence() -> None:
-    """In chunks and through the checkpoint: value and gradient of KL(teacher || student), all at once."""
-    torch.manual_seed(0)
-    head, other = torch.randn(50, 6), torch.randn(50, 5)
-    student, teacher = torch.randn(2, 9, 6, requires_grad=True), torch.randn(2, 9, 5)
-    targets = _FromHidden(teacher.flatten(0, 1), lambda x: x @ other.T)
-    found = distillation_loss(student, targets, lambda x: x @ head.T, vocab=1 << 22)
-    p, q = (teacher @ other.T).softmax(-1), (student @ head.T).softmax(-1)
-    expected = (p * (p.log() - q.log())).sum(-1).mean()
-    assert torch.allclose(found, expected, atol=1e-5)
-    (a,), (b,) = (torch.autograd.grad(loss, student, retain_graph=True) for loss in (found, expected))
-    assert torch.allclose(a, b, atol=1e-5)
-    assert divergence(torch.zeros(3, 4), torch.zeros(3, 4))[0] == 0
+    return healing.healing_text(tmp_path)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
