@@ -70,6 +70,7 @@ from latentfold.convert.errors import InputError
     show_default=True,
     help="Of products; auto: the faster one here. Weights are kept in float32.",
 )
+@click.option("--dry-run", is_flag=True, help="Print what it would need; write nothing, download no weights.")
 @click.option("--overwrite", is_flag=True, help="Replace what OUT holds, once the new checkpoint is complete.")
 @click.option("--plot", "plot_file", type=click.Path(), metavar="FILE", help="Draw held-out KL and NLL; .png or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record of the healing as JSON.")
@@ -80,6 +81,7 @@ from latentfold.convert.errors import InputError
 def heal(
     converted: str,
     out: str,
+    dry_run: bool,
     plot_file: str | None,
     as_json: bool,
     quiet: bool,
@@ -103,13 +105,19 @@ def heal(
     quiet_libraries()
     from dataclasses import asdict
 
-    from latentfold.convert.cli.tables import healing_table
+    from latentfold.convert.cli.tables import healing_plan_table, healing_table
     from latentfold.convert.heal.config import HealingConfig
+    from latentfold.convert.heal.estimate import estimate
     from latentfold.convert.heal.processes import launched_first
     from latentfold.convert.heal.run import prepare, run
     from latentfold.convert.progress import shown
 
-    job = prepare(HealingConfig(converted, out, text=text, **options))
+    config = HealingConfig(converted, out, text=text, **options)
+    if dry_run:
+        found = estimate(prepare(config, weights=False))
+        click.echo(json.dumps(asdict(found), indent=2) if as_json else healing_plan_table(found))
+        return
+    job = prepare(config)
     result = run(job, shown(not quiet))
     if not launched_first():
         return

@@ -11,6 +11,7 @@ from latentfold.convert.formats import growth, millions, size
 from latentfold.convert.model.shape import norm_eps
 
 if TYPE_CHECKING:  # what they import takes seconds
+    from latentfold.convert.heal.estimate import HealingEstimate
     from latentfold.convert.pipeline.estimate import SizeEstimate
     from latentfold.convert.pipeline.run import ConversionResult
     from latentfold.convert.plan.inspection import Inspection
@@ -162,6 +163,18 @@ def conversion_summary(result: ConversionResult) -> str:
             ("reload check", f"logits equal to {recipe.check.reload_logit_difference:.0e}"),
         ]
     )
+
+
+def healing_plan_table(found: HealingEstimate) -> str:
+    """The output of `latentfold heal --dry-run`."""
+    rows = [
+        ("trained", millions(found.trained) + f" of the student's {millions(found.trained + found.frozen)} parameters"),
+        ("steps", f"about {found.steps:,}, each {found.step_seconds:.2g} seconds"),
+        ("tokens", f"{found.tokens:,}: {found.tokens / found.text:.2g} times the text"),
+        ("memory", f"about {size(found.total)} on each device, and {size(found.loading)} of main memory while loading"),
+    ]
+    rows += [("", f"{size(part):>10}  {name}") for name, part in found.memory.items()]
+    return _rows(rows)
 
 
 def healing_table(record: HealingRecord) -> str:

@@ -73,8 +73,11 @@ class HealingResult:
     recipe: Recipe
 
 
-def prepare(config: HealingConfig) -> HealingJob:
+def prepare(config: HealingConfig, *, weights: bool = True) -> HealingJob:
     """Check everything and fetch the original; nothing is written yet.
+
+    Args:
+        weights: whether to download a Hub model's weights, which `run` needs and `estimate` does not.
 
     Raises:
         InputError: not an unchanged conversion, another model's original, text that is missing, too short or meant for
@@ -88,7 +91,7 @@ def prepare(config: HealingConfig) -> HealingJob:
     check_output(config.output, folder, overwrite=config.overwrite, needed=needed)
     check_files(folder, recipe)
     converted = with_weights(open_checkpoint(folder), None)
-    teacher = _teacher(config, recipe)
+    teacher = _teacher(config, recipe, weights)
     for checkpoint in (teacher, converted):
         longest = max_positions(checkpoint)
         if longest is not None and config.seq_len > longest:
@@ -104,12 +107,12 @@ def prepare(config: HealingConfig) -> HealingJob:
     vocab = models[1].config.get_text_config().vocab_size
     text = healing_text(documents, load_tokenizer(converted), config.seq_len, vocab)
     device = config.torch_device
-    dtype = fastest(device, 1024) if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = fastest(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     return HealingJob(config, teacher, converted, recipe, text, Arithmetic(device, dtype))
 
 
-def _teacher(config: HealingConfig, recipe: Recipe) -> Checkpoint:
-    """The original, with its weights.
+def _teacher(config: HealingConfig, recipe: Recipe, weights: bool) -> Checkpoint:
+    """The original, with its weights or with a way to read some of them.
 
     Raises:
         InputError: it was a folder that is not here.
@@ -119,7 +122,9 @@ def _teacher(config: HealingConfig, recipe: Recipe) -> Checkpoint:
     if config.teacher is None and recipe.source.revision is None and not (Path(name).is_dir() and is_local(name)):
         raise InputError(f"the original, {name}, was a folder that is not here; pass teacher")
     checkpoint = open_checkpoint(name, revision=revision, token=config.token)
-    return with_weights(download(checkpoint, token=config.token, weights=False), config.token)
+    return with_weights(
+        download(checkpoint, token=config.token, weights=False), config.token, stream=not (weights or is_local(name))
+    )
 
 
 def run(job: HealingJob, progress: Progress) -> HealingResult:
